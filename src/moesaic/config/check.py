@@ -1,0 +1,276 @@
+"""What a recipe's values must satisfy together: combinations, sizes, the model's experts. Torch-free.
+
+Every check names the fields it reads, and runs unless one of them couldn't be read: one wrong line never hides another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from moesaic.config.model_check import model_problems
+from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
+from moesaic.config.problem import Problem, show
+from moesaic.config.recipe import DatasetConfig, Fsdp2Config, Recipe
+
+KERNEL_NAMES = ("auto", "flash-linear-attention")
+KERNELS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+# Known fields of which only one value works so far.
+ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
+    {
+        "stage": "sft",
+        "cp_size": 1,
+        "tp_size": 1,
+        "offload": False,
+        "dist_config.ep_dispatcher": "eager",
+        "dist_config.fsdp_implementation": "native",
+        "dist_config.hook_modules": (),
+        "dist_config.fsdp_ignored_modules": (),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """What checks look at. ``world_size`` is None where neither the caller nor the recipe says it."""
+
+    recipe: Recipe
+    world_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Check:
+    needs: tuple[str, ...]
+    find: Callable[[_Case], Iterable[Problem]]
+
+
+def check_recipe(
+    recipe: Recipe, world_size: int | None = None, *, unread: frozenset[str] = frozenset()
+) -> list[Problem]:
+    """All problems of a recipe whose values have the right types.
+
+    Args:
+        world_size: ranks of the run. None: as many as ``dp_size``, else ``mp_shard_size``, implies; without these,
+            checks that need the number are left out.
+        unread: dotted names of fields or sections that hold only a default because they couldn't be read.
+    """
+    if world_size is not None and world_size < 1:
+        problem = Problem(
+            field="world_size", value=world_size, rule="a run has at least 1 rank", remedy="give 1 or more"
+        )
+        return [problem, *check_recipe(recipe, None, unread=unread)]
+    case = _Case(recipe=recipe, world_size=world_size or _implied_world_size(recipe, unread))
+    return [problem for check in CHECKS if not _is_unread(check.needs, unread) for problem in check.find(case)]
+
+
+def resolve_sizes(recipe: Recipe, world_size: int | None = None) -> ParallelSizes:
+    """Sizes of every axis on ``world_size`` ranks. Example: 16 ranks with ``ep_size: 16`` make dp 16, ep 16, efsdp 1.
+
+    Raises:
+        ValueError: the number of ranks is unknown, or the sizes don't multiply to it.
+    """
+    world_size = world_size or _implied_world_size(recipe, frozenset())
+    if world_size is None:
+        raise ValueError("world_size is not set, and the recipe has no dp_size to derive it from; pass it.")
+    return ParallelSizes(
+        world_size=world_size,
+        cp_size=recipe.cp_size,
+        tp_size=recipe.tp_size,
+        mp_replicate_size=recipe.mp_replicate_size,
+        ep_size=recipe.ep_size,
+        edp_size=recipe.edp_size,
+    )
+
+
+def num_micro_batches(recipe: Recipe, sizes: ParallelSizes) -> int:
+    """Micro-batches of one data-parallel rank in one optimizer step: global / (micro * dp); 1 if global is unset.
+
+    Example: global 64, micro 2, dp 8 make 4.
+    """
+    if recipe.global_batch_size is None:
+        return 1
+    count, rest = divmod(recipe.global_batch_size, recipe.micro_batch_size * sizes.dp_size)
+    assert count and not rest, "check_recipe refuses this"
+    return count
+
+
+def _implied_world_size(recipe: Recipe, unread: frozenset[str]) -> int | None:
+    """Ranks of the run, where the recipe's sizes give them: dp * cp * tp, or mp_replicate * mp_shard * tp."""
+    if recipe.dp_size is not None and not _is_unread(("dp_size", "cp_size", "tp_size"), unread):
+        return recipe.dp_size * recipe.cp_size * recipe.tp_size
+    if recipe.mp_shard_size is not None and not _is_unread(("mp_shard_size", "mp_replicate_size", "tp_size"), unread):
+        return recipe.mp_replicate_size * recipe.mp_shard_size * recipe.tp_size
+    return None
+
+
+def _is_unread(fields: Iterable[str], unread: frozenset[str]) -> bool:
+    """True where one of ``fields``, or the section it is in, is unread."""
+    return any(field in unread or field.partition(".")[0] in unread for field in fields)
+
+
+def _only_so_far(field: str) -> _Check:
+    """The check that ``field`` holds the one value that works."""
+    allowed = ONLY_SO_FAR[field]
+    section, _, key = field.rpartition(".")
+
+    def find(case: _Case) -> Iterable[Problem]:
+        plain = case.recipe.model_dump()
+        value = (plain[section] if section else plain).get(key, allowed)
+        if value != allowed:
+            rule = f"not yet: {show(value)} is known, and only {show(allowed)} works so far"
+            yield Problem(field=field, value=value, rule=rule, remedy=f"set {show(allowed)}, or remove it")
+
+    return _Check(needs=(field,), find=find)
+
+
+def _kernel_problems(case: _Case) -> Iterable[Problem]:
+    config = case.recipe.kernel_config
+    for field, names, known in (("name", config.names, KERNEL_NAMES), ("include_kernels", config.kernels, KERNELS)):
+        for name in names:
+            if name not in known:
+                rule = f"{name} is none of {', '.join(known)}"
+                value = config.name if field == "name" else config.include_kernels
+                remedy = f"remove {name}, or name one of these"
+                yield Problem(field=f"kernel_config.{field}", value=value, rule=rule, remedy=remedy)
+    if not config.names:
+        remedy = "write auto, or remove kernel_config"
+        yield Problem(field="kernel_config.name", value=config.name, rule="names nothing", remedy=remedy)
+
+
+def _dtype_problems(case: _Case) -> Iterable[Problem]:
+    if case.recipe.storage_dtype == "bf16" and case.recipe.compute_dtype == "fp32":
+        yield Problem(
+            field="master_dtype",
+            value="bf16",
+            rule="parameters stored in bf16 have nothing to compute in fp32 with (bf16: false)",
+            remedy="set bf16: true, or master_dtype: fp32",
+        )
+
+
+def _eval_problems(case: _Case) -> Iterable[Problem]:
+    if case.recipe.eval_steps is not None and case.recipe.eval_dataset is None:
+        rule, remedy = "needs samples to evaluate on", "set eval_dataset, or remove eval_steps"
+        yield Problem(field="eval_steps", value=case.recipe.eval_steps, rule=rule, remedy=remedy)
+
+
+def _schedule_problems(case: _Case) -> Iterable[Problem]:
+    schedule, max_steps = case.recipe.lr_scheduler_config, case.recipe.max_steps
+    section = "lr_scheduler_config"
+    if schedule.warmup_steps and schedule.warmup_ratio is not None:
+        rule, remedy = "warmup_steps says it too", "keep one of the two"
+        yield Problem(field=f"{section}.warmup_ratio", value=schedule.warmup_ratio, rule=rule, remedy=remedy)
+    if schedule.name == "constant" and schedule.min_lr_ratio:
+        rule, remedy = "a constant learning rate doesn't fall", "remove it, or choose linear or cosine"
+        yield Problem(field=f"{section}.min_lr_ratio", value=schedule.min_lr_ratio, rule=rule, remedy=remedy)
+    if max_steps is not None and schedule.warmup_steps > max_steps:
+        rule, remedy = f"warm-up must end within max_steps: {max_steps}", f"set at most {max_steps}"
+        yield Problem(field=f"{section}.warmup_steps", value=schedule.warmup_steps, rule=rule, remedy=remedy)
+
+
+def _missing_file(field: str, dataset: DatasetConfig | None) -> Iterable[Problem]:
+    """A path with a data file's ending must exist; anything else may be the name of a dataset."""
+    if dataset is not None and dataset.path.endswith(DATA_SUFFIXES) and not Path(dataset.path).is_file():
+        rule = f"no such file (seen from {Path.cwd()})"
+        yield Problem(field=field, value=dataset.path, rule=rule, remedy="correct the path, or make the file first")
+
+
+def _resume_problems(case: _Case) -> Iterable[Problem]:
+    folder = case.recipe.resume_from_checkpoint
+    if folder not in (None, "auto") and not Path(folder).is_dir():
+        rule, remedy = f"no such folder (seen from {Path.cwd()})", "name a checkpoint's folder, or write auto"
+        yield Problem(field="resume_from_checkpoint", value=folder, rule=rule, remedy=remedy)
+
+
+def _dp_problems(case: _Case) -> Iterable[Problem]:
+    recipe, world = case.recipe, case.world_size
+    if world is None or recipe.dp_size is None:
+        return
+    ranks = recipe.cp_size * recipe.tp_size
+    wanted = recipe.dp_size * ranks
+    if wanted != world:
+        yield Problem(
+            field="dp_size",
+            value=recipe.dp_size,
+            rule=f"dp_size * cp_size * tp_size = {wanted} must be the {world} ranks",
+            remedy=f"remove dp_size{_or_set(world, ranks)}, or start {wanted} ranks",
+        )
+
+
+def _mp_shard_problems(case: _Case) -> Iterable[Problem]:
+    recipe, world = case.recipe, case.world_size
+    if world is None or recipe.mp_shard_size is None:
+        return
+    ranks = recipe.mp_replicate_size * recipe.tp_size
+    wanted = recipe.mp_shard_size * ranks
+    if wanted != world:
+        yield Problem(
+            field="mp_shard_size",
+            value=recipe.mp_shard_size,
+            rule=f"mp_replicate_size * mp_shard_size * tp_size = {wanted} must be the {world} ranks",
+            remedy=f"remove mp_shard_size{_or_set(world, ranks)}, or start {wanted} ranks",
+        )
+
+
+def _or_set(world: int, ranks: int) -> str:
+    """The one value that makes a product of ``world``, where there is one."""
+    return "" if world % ranks else f" or set {world // ranks}"
+
+
+def _dense_problems(case: _Case) -> Iterable[Problem]:
+    recipe, world = case.recipe, case.world_size
+    return dense_size_problems(world, recipe.cp_size, recipe.tp_size, recipe.mp_replicate_size) if world else ()
+
+
+def _expert_problems(case: _Case) -> Iterable[Problem]:
+    config, world = case.recipe.dist_config, case.world_size
+    if world is None or isinstance(config, Fsdp2Config):
+        return ()
+    found = expert_size_problems(world, case.recipe.ep_size, case.recipe.edp_size)
+    # an edp_size that isn't set is mp_replicate_size, and _dense_problems has said what is wrong with that
+    return [problem for problem in found if config.edp_size is not None or problem.field != "dist_config.edp_size"]
+
+
+def _batch_problems(case: _Case) -> Iterable[Problem]:
+    recipe, world = case.recipe, case.world_size
+    ranks = recipe.cp_size * recipe.tp_size
+    if world is None or world % ranks or recipe.global_batch_size is None:
+        return
+    step = recipe.micro_batch_size * (world // ranks)
+    below = recipe.global_batch_size // step * step
+    if below != recipe.global_batch_size:
+        rule = (
+            f"must be a multiple of micro_batch_size * dp_size = {recipe.micro_batch_size} * {world // ranks} = {step}"
+        )
+        remedy = f"nearest: {below} or {below + step}" if below else f"nearest: {step}"
+        yield Problem(field="global_batch_size", value=recipe.global_batch_size, rule=rule, remedy=remedy)
+
+
+CHECKS: tuple[_Check, ...] = (
+    *(_only_so_far(field) for field in ONLY_SO_FAR),
+    _Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
+    _Check(needs=("train_dataset.path",), find=lambda case: _missing_file("train_dataset", case.recipe.train_dataset)),
+    _Check(needs=("eval_dataset.path",), find=lambda case: _missing_file("eval_dataset", case.recipe.eval_dataset)),
+    _Check(needs=("kernel_config.name", "kernel_config.include_kernels"), find=_kernel_problems),
+    _Check(needs=("bf16", "master_dtype", "dist_config.name"), find=_dtype_problems),
+    _Check(needs=("eval_steps", "eval_dataset"), find=_eval_problems),
+    _Check(
+        needs=(
+            "max_steps",
+            "lr_scheduler_config.name",
+            "lr_scheduler_config.warmup_steps",
+            "lr_scheduler_config.warmup_ratio",
+            "lr_scheduler_config.min_lr_ratio",
+        ),
+        find=_schedule_problems,
+    ),
+    _Check(needs=("resume_from_checkpoint",), find=_resume_problems),
+    _Check(needs=("dp_size", "cp_size", "tp_size"), find=_dp_problems),
+    _Check(needs=("mp_shard_size", "mp_replicate_size", "tp_size"), find=_mp_shard_problems),
+    _Check(needs=("cp_size", "tp_size", "mp_replicate_size"), find=_dense_problems),
+    _Check(needs=("mp_replicate_size", "dist_config.ep_size", "dist_config.edp_size"), find=_expert_problems),
+    _Check(needs=("global_batch_size", "micro_batch_size", "cp_size", "tp_size"), find=_batch_problems),
+)

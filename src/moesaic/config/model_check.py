@@ -1,0 +1,71 @@
+"""What a recipe asks of its model's folder: a known family, and experts that its ``ep_size`` can split. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moesaic.config.parallel import expert_split_problem
+from moesaic.config.problem import Problem, show
+from moesaic.config.recipe import Fsdp2Config, Recipe
+from moesaic.specs import ModelSpec, registered_specs
+
+
+def model_problems(recipe: Recipe) -> Iterable[Problem]:
+    """Problems of ``model``, and on path B of its experts. Path A (``fsdp2``) takes any model."""
+    config = _read_config(Path(recipe.model))
+    if isinstance(config, Problem):
+        yield config
+        return
+    if isinstance(recipe.dist_config, Fsdp2Config):
+        return
+    model_type = config.get("model_type")
+    spec = registered_specs().get(str(model_type))
+    if spec is None:
+        known = ", ".join(sorted(registered_specs()))
+        yield Problem(
+            field="model",
+            value=recipe.model,
+            rule=f"model_type {show(model_type)} of its config.json has no spec; known: {known}",
+            remedy="dist_config.name: fsdp2 for a dense model; moesaic.register_spec(...) for another MoE",
+        )
+        return
+    num_experts = _count_experts(config, spec)
+    if num_experts is None:
+        rule = f"its config.json has no {spec.num_experts_field} of at least 1, which {spec.name} needs"
+        yield Problem(field="model", value=recipe.model, rule=rule, remedy="name a folder with a complete config.json")
+        return
+    problem = expert_split_problem(num_experts, recipe.ep_size)
+    if problem is not None:
+        yield problem
+
+
+def _read_config(folder: Path) -> Mapping[str, Any] | Problem:
+    """The folder's config.json, or why there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        what = "has no config.json" if folder.is_dir() else f"no such folder (seen from {Path.cwd()})"
+        remedy = f"correct the path, or download the model first: hf download <name on the Hub> --local-dir {folder}"
+        return Problem(field="model", value=str(folder), rule=what, remedy=remedy)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        rule, remedy = f"{path} can't be read as JSON: {error}", "download the model again"
+        return Problem(field="model", value=str(folder), rule=rule, remedy=remedy)
+    if not isinstance(config, dict):
+        return Problem(
+            field="model", value=str(folder), rule=f"{path} holds no object", remedy="download the model again"
+        )
+    return config
+
+
+def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:
+    """Routed experts per layer. A model with several parts (text and images) has the number under ``text_config``."""
+    text_config = config.get("text_config")
+    for part in (config, text_config if isinstance(text_config, dict) else {}):
+        count = part.get(spec.num_experts_field)
+        if isinstance(count, int) and count >= 1:
+            return count
+    return None

@@ -1,0 +1,200 @@
+"""From a mapping to a Recipe: types and names, each problem in the user's terms. Torch-free.
+
+Whatever is wrong is left out and remembered, so that the checks of ``check.py`` still run on the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from moesaic.config.fields import RecipeField, list_fields, section_fields
+from moesaic.config.problem import Problem, show
+from moesaic.config.recipe import DIST_CONFIGS, Recipe
+
+# Older FSDPTurbo recipes name the experts' modules; here, as in its present form, the model's spec does.
+SPEC_DECIDES = ("ep_modules", "ep_fsdp_modules")
+
+# Names of other trainers, and what they are called here.
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "batching_strategy": "packing",
+        "dataset": "train_dataset",
+        "deterministic": "full_determinism",
+        "enable_activation_checkpointing": "activation_checkpointing",
+        "flash_attn": "attn_implementation",
+        "gradient_accumulation_steps": "global_batch_size",
+        "gradient_checkpointing": "activation_checkpointing",
+        "lr_scheduler_type": "lr_scheduler_config.name",
+        "model_name_or_path": "model",
+        "offload_params": "offload",
+        "per_device_train_batch_size": "micro_batch_size",
+        "timeout": "dist_timeout",
+    }
+)
+
+# What pydantic says (patterns), and what it means to the writer of a recipe.
+PYDANTIC_WORDS = (
+    ("input should be", "must be"),
+    ("a valid dictionary or .*", "a section"),
+    ("tuple should", "must"),
+    (" after validation", ""),
+)
+
+# Stands in for a required field that is missing, while the rest is checked.
+PLACEHOLDER = "missing"
+
+
+def parse_recipe(data: Mapping[str, Any]) -> tuple[Recipe, list[Problem], frozenset[str]]:
+    """Recipe, problems, and the dotted names of fields (or whole sections) that couldn't be read.
+
+    Unread fields hold their defaults in the recipe, so it may be used only to look for further problems.
+    """
+    fields = {field.path: field for field in list_fields()}
+    plain = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    problems: list[Problem] = []
+    unread: set[str] = set()
+    _drop_empty_sections(plain)
+    _settle_dist_name(plain, problems, unread)
+    _take_unknown_keys(plain, fields, problems, unread)
+    while True:
+        try:
+            return Recipe.model_validate(plain), problems, frozenset(unread)
+        except ValidationError as error:
+            _take_bad_values(plain, error, fields, problems, unread)
+
+
+def _drop_empty_sections(plain: dict[str, Any]) -> None:
+    """``kernel_config:`` with nothing behind it means the default, as an absent one does."""
+    for name, info in Recipe.model_fields.items():
+        is_section = name == "dist_config" or bool(section_fields(info))
+        if is_section and not info.is_required() and plain.get(name, 0) is None:
+            del plain[name]
+
+
+def _settle_dist_name(plain: dict[str, Any], problems: list[Problem], unread: set[str]) -> None:
+    """Where ``dist_config`` has no valid name, note it and let the rest of the section be read under a likely one."""
+    section = plain.get("dist_config")
+    if not isinstance(section, dict):
+        return
+    name = section.get("name")
+    if isinstance(name, str) and name in DIST_CONFIGS:
+        return
+    names = ", ".join(DIST_CONFIGS)
+    close = difflib.get_close_matches(str(name), DIST_CONFIGS, n=1)
+    remedy = f"did you mean {close[0]}?" if close else "`moesaic` for expert parallelism, `fsdp2` for FSDP2 alone"
+    problems.append(Problem(field="dist_config.name", value=name, rule=f"must be one of {names}", remedy=remedy))
+    unread.add("dist_config.name")
+    section["name"] = close[0] if close else ("fsdp2" if len(section) < 2 else "fsdpturbo")
+
+
+def _take_unknown_keys(
+    plain: dict[str, Any], fields: Mapping[str, RecipeField], problems: list[Problem], unread: set[str]
+) -> None:
+    """Remove keys that no field has; a field that was probably meant counts as unread."""
+    sections = dict.fromkeys(path.partition(".")[0] for path in fields if "." in path)
+    for section, mapping in (("", plain), *((section, plain.get(section)) for section in sections)):
+        prefix = f"{section}." if section else ""
+        if not isinstance(mapping, dict):
+            continue
+        for key in [key for key in mapping if not _is_known(f"{prefix}{key}", plain, fields)]:
+            problem, meant = _explain_unknown_key(section, str(key), mapping[key], plain, fields)
+            problems.append(problem)
+            if meant and not _is_given(plain, meant):
+                unread.add(meant)
+            del mapping[key]
+
+
+def _is_known(path: str, plain: Mapping[str, Any], fields: Mapping[str, RecipeField]) -> bool:
+    field = fields.get(path)
+    return field is not None and (not field.variants or plain["dist_config"]["name"] in field.variants)
+
+
+def _is_given(plain: Mapping[str, Any], path: str) -> bool:
+    section, _, key = path.rpartition(".")
+    mapping = plain.get(section) if section else plain
+    return isinstance(mapping, dict) and key in mapping
+
+
+def _explain_unknown_key(
+    section: str, key: str, value: Any, plain: Mapping[str, Any], fields: Mapping[str, RecipeField]
+) -> tuple[Problem, str | None]:
+    """The problem of a key that ``section`` ("" is the top level) doesn't have, and the field probably meant."""
+    prefix = f"{section}." if section else ""
+    siblings = [
+        path.removeprefix(prefix) for path in fields if path.startswith(prefix) and "." not in path[len(prefix) :]
+    ]
+    siblings = [name for name in siblings if _is_known(f"{prefix}{name}", plain, fields)]
+    elsewhere = [path for path in fields if path.rpartition(".")[2] == key and key != "name"]
+    close = difflib.get_close_matches(key, siblings, n=1)
+    place = f"in {section}" if section else "at the top level"
+    meant: str | None = None
+    if key in SPEC_DECIDES:
+        rule = "is no field of a recipe: the model's spec decides which modules hold experts"
+        remedy = "remove it; for a family without a spec, call moesaic.register_spec"
+    elif f"{prefix}{key}" in fields:
+        variants = fields[f"{prefix}{key}"].variants
+        rule = f"{section}.name: {plain[section]['name']} has no such field; it belongs to {' and '.join(variants)}"
+        remedy = f"remove it, or choose another name (to replace the section by an override: {section}={{name: ...}})"
+    elif section and key in fields:
+        rule, meant = f"belongs to the top level, not into {section}", key
+        remedy = f"move it to the top level: `{key}: {show(value)}`"
+    elif key in RENAMED:
+        rule, meant = f"is no field {place}; here it is called {RENAMED[key]}", RENAMED[key]
+        remedy = f"write {RENAMED[key]} ({fields[meant].type_text}): {fields[meant].description}"
+    elif elsewhere:
+        rule, meant = f"is no field {place}", elsewhere[0]
+        remedy = f"did you mean {' or '.join(elsewhere)}?"
+    else:
+        rule = f"is no field {place}"
+        meant = f"{prefix}{close[0]}" if close else None
+        known = ", ".join(siblings) if section else "those of docs/recipe.md"
+        remedy = f"did you mean {meant}?" if meant else f"remove it; known fields: {known}"
+    return Problem(field=f"{prefix}{key}", value=value, rule=rule, remedy=remedy), meant
+
+
+def _take_bad_values(
+    plain: dict[str, Any],
+    error: ValidationError,
+    fields: Mapping[str, RecipeField],
+    problems: list[Problem],
+    unread: set[str],
+) -> None:
+    """Note each of pydantic's errors, and remove the value behind it so that the next attempt succeeds."""
+    for item in error.errors(include_url=False, include_context=False):
+        path = _field_path(item["loc"])
+        assert path in fields, f"no field for {item}"
+        section, _, key = path.rpartition(".")
+        mapping = plain[section] if section else plain
+        if path not in unread:  # else its misspelt name, or another part of its value, has been noted already
+            unread.add(path)
+            value = None if item["type"] == "missing" else mapping[key]
+            problems.append(_explain_bad_value(fields[path], value, item["msg"], item["type"] == "missing"))
+        if fields[path].is_required:
+            mapping[key] = PLACEHOLDER
+        else:
+            mapping.pop(key, None)
+
+
+def _field_path(location: Iterable[int | str]) -> str:
+    """Dotted field of a pydantic location: without the union's tag, and without positions inside a list."""
+    parts = [str(part) for part in location if isinstance(part, str)]
+    if parts[0] == "dist_config" and len(parts) > 1 and parts[1] in DIST_CONFIGS:
+        del parts[1]
+    return ".".join(parts)
+
+
+def _explain_bad_value(field: RecipeField, value: Any, message: str, is_missing: bool) -> Problem:
+    if is_missing:
+        rule, remedy = "is required", f"set it ({field.type_text}): {field.description}"
+        return Problem(field=field.path, value=None, rule=rule, remedy=remedy)
+    rule = message[0].lower() + message[1:]
+    for theirs, ours in PYDANTIC_WORDS:
+        rule = re.sub(theirs, ours, rule)
+    default = "" if field.is_required else f", or remove it for the default {show(field.default)}"
+    return Problem(field=field.path, value=value, rule=rule, remedy=f"set it by its type ({field.type_text}){default}")

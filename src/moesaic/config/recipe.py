@@ -1,0 +1,288 @@
+"""The recipe: every field a run can be told, its type, its default, whose name it is, and what it means. Torch-free.
+
+This file is the only place where fields are declared: ``docs/recipe.md``, the error messages and the check for
+misspelt keys are derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Whose name and meaning a field keeps, so that a reader who comes from there knows it already.
+Origin = Literal["FSDPTurbo", "LLaMA-Factory v1", "moesaic"]
+FSDPTURBO: Origin = "FSDPTurbo"
+LF: Origin = "LLaMA-Factory v1"
+OURS: Origin = "moesaic"
+
+
+def about(
+    origin: Origin,
+    description: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    lt: float | None = None,
+    strict: bool | None = None,
+) -> Any:
+    """Annotation of a field: whose it is, what it means, and the numbers it accepts."""
+    return Field(description=description, json_schema_extra={"origin": origin}, ge=ge, gt=gt, lt=lt, strict=strict)
+
+
+class Section(BaseModel):
+    """Unknown keys, values of another type and non-finite numbers are refused; nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class DatasetConfig(Section):
+    """Where samples come from. A plain string stands for ``{path: <string>}``."""
+
+    path: Annotated[
+        str, about(OURS, "A .jsonl, .json or .parquet file, a folder, or a name for the `datasets` library.")
+    ]
+    format: Annotated[
+        Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"],
+        about(OURS, "How a sample is written; `auto`: told by the columns."),
+    ] = "auto"
+    split: Annotated[str, about(OURS, "Split of a folder or a named dataset; a single file has none.")] = "train"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, data: Any) -> Any:
+        return {"path": data} if isinstance(data, str) else data
+
+
+class InitConfig(Section):
+    """How the model comes into being."""
+
+    name: Annotated[
+        Literal["init_on_meta"], about(LF, "Built without memory, then each rank reads only its own slices.")
+    ] = "init_on_meta"
+
+
+class KernelConfig(Section):
+    """Implementations of operators, chosen before sharding and independent of ``dist_config``."""
+
+    name: Annotated[
+        str, about(LF, "Comma-separated: `auto` (what fits the device), `flash-linear-attention` (only if listed).")
+    ] = "auto"
+    include_kernels: Annotated[
+        str | None,
+        about(
+            LF,
+            "Comma-separated operators to take from `name`: `chunk_gated_delta_rule`, "
+            "`fused_recurrent_gated_delta_rule`. Unset or `auto`: all that the model has.",
+        ),
+    ] = None
+    chunk_size: Annotated[Literal[16, 32, 64], about(FSDPTURBO, "Tokens per chunk of the gated delta rule.")] = 64
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``name`` at its commas."""
+        return split_names(self.name)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """``include_kernels`` at its commas; empty means all."""
+        return tuple(kernel for kernel in split_names(self.include_kernels or "") if kernel != "auto")
+
+
+class OptimConfig(Section):
+    """The optimizer; its learning rate is the recipe's ``learning_rate``."""
+
+    name: Annotated[Literal["adamw"], about(LF, "`torch.optim.AdamW`.")] = "adamw"
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
+        about(OURS, "Decay of the running means of the gradient and of its square.", strict=False),
+    ] = (0.9, 0.999)
+    eps: Annotated[float, about(OURS, "Added to the root of the running mean square.", gt=0)] = 1e-8
+    weight_decay: Annotated[float, about(OURS, "Decoupled weight decay.", ge=0)] = 0.0
+
+
+class LrSchedulerConfig(Section):
+    """The learning rate over the optimizer steps: linear warm-up from 0, then ``name``."""
+
+    name: Annotated[
+        Literal["constant", "linear", "cosine"], about(LF, "Course after the warm-up, down to `min_lr_ratio`.")
+    ] = "constant"
+    warmup_steps: Annotated[int, about(OURS, "Optimizer steps of warm-up.", ge=0)] = 0
+    warmup_ratio: Annotated[
+        float | None, about(OURS, "Warm-up as a share of all steps, instead of `warmup_steps`.", ge=0, lt=1)
+    ] = None
+    min_lr_ratio: Annotated[float, about(OURS, "Last learning rate over `learning_rate`.", ge=0, lt=1)] = 0.0
+
+
+class Fsdp2Config(Section):
+    """Path A: FSDP2 alone; experts are sharded like every other parameter."""
+
+    name: Annotated[Literal["fsdp2"], about(LF, "FSDP2 alone, experts sharded like every other parameter.")]
+
+
+class _ExpertParallelConfig(Section):
+    ep_size: Annotated[int, about(FSDPTURBO, "Ranks over which the experts are split.", ge=1)] = 1
+    ep_dispatcher: Annotated[
+        Literal["eager", "fused", "domino", "mc2", "auto"],
+        about(FSDPTURBO, "How tokens reach their experts. Only `eager` works so far."),
+    ] = "eager"
+    edp_size: Annotated[int | None, about(OURS, "Replicas of the experts. Unset: `mp_replicate_size`.", ge=1)] = None
+    fsdp_ignored_modules: Annotated[
+        tuple[str, ...],
+        about(FSDPTURBO, "Globs of modules that the outer FSDP2 leaves alone. Experts always are.", strict=False),
+    ] = ()
+
+
+class MoesaicConfig(_ExpertParallelConfig):
+    """Path B: experts split over ``ep``, then sharded over ``(edp, efsdp)``; the rest is FSDP2's."""
+
+    name: Annotated[
+        Literal["moesaic"], about(OURS, "experts split over ep and sharded over (edp, efsdp), FSDP2 for the rest.")
+    ]
+
+
+class FsdpTurboConfig(_ExpertParallelConfig):
+    """Path B under FSDPTurbo's names: the same as ``moesaic``, with parameters stored in bf16 where ``bf16`` is set."""
+
+    name: Annotated[
+        Literal["fsdpturbo"], about(FSDPTURBO, "as `moesaic`, with parameters stored in the computing type.")
+    ]
+    hook_modules: Annotated[
+        tuple[str, ...],
+        about(FSDPTURBO, "Globs of modules whose forward gathers experts. Only empty so far.", strict=False),
+    ] = ()
+    fsdp_implementation: Annotated[
+        Literal["native", "custom"], about(FSDPTURBO, "Who shards the experts. Only `native` (torch's FSDP2) so far.")
+    ] = "native"
+
+
+DistConfig = Fsdp2Config | MoesaicConfig | FsdpTurboConfig
+
+
+class Recipe(Section):
+    """One run. Load it with ``load_recipe``, which also checks it."""
+
+    # model
+    model: Annotated[str, about(LF, "Folder of a Hugging Face model: config.json, safetensors, tokenizer.")]
+    init_config: Annotated[InitConfig, about(LF, "How the model comes into being.")] = InitConfig()
+    attn_implementation: Annotated[
+        str | None, about(OURS, "Attention, by transformers' names. Unset: what `from_pretrained` picks.")
+    ] = None
+    kernel_config: Annotated[KernelConfig, about(LF, "Implementations of operators.")] = KernelConfig()
+    # data
+    train_dataset: Annotated[DatasetConfig, about(LF, "Samples to train on: a path or a section.")]
+    eval_dataset: Annotated[
+        DatasetConfig | None, about(LF, "Held-out samples, whose loss is logged: a path or a section.")
+    ] = None
+    cutoff_len: Annotated[int, about(LF, "Most tokens of one sequence.", ge=2)] = 2048
+    packing: Annotated[
+        bool, about(OURS, "Several samples in one sequence; none attends to another, and positions restart.")
+    ] = False
+    # training
+    stage: Annotated[
+        Literal["sft", "dpo", "rm", "rl", "pt"], about(OURS, "What to train for. Only `sft` works so far.")
+    ] = "sft"
+    output_dir: Annotated[str, about(LF, "Folder of the run: resolved recipe, logs, checkpoints.")] = "outputs"
+    micro_batch_size: Annotated[int, about(LF, "Sequences in one forward of one data-parallel rank.", ge=1)] = 1
+    global_batch_size: Annotated[
+        int | None,
+        about(LF, "Sequences in one optimizer step over all ranks. Unset: `micro_batch_size * dp_size`.", ge=1),
+    ] = None
+    learning_rate: Annotated[float, about(LF, "Highest learning rate.", ge=0)] = 1e-4
+    num_train_epochs: Annotated[int, about(LF, "Passes over the training samples.", ge=1)] = 3
+    max_steps: Annotated[
+        int | None, about(LF, "Optimizer steps; where set, `num_train_epochs` doesn't count.", ge=1)
+    ] = None
+    max_grad_norm: Annotated[
+        float | None, about(LF, "Gradients are scaled down to this norm. `null`: never.", gt=0)
+    ] = 1.0
+    bf16: Annotated[bool, about(LF, "Compute in bfloat16; otherwise in float32.")] = True
+    master_dtype: Annotated[
+        Literal["fp32", "bf16"] | None,
+        about(
+            OURS,
+            "Type in which parameters are stored and optimized. Unset: `fp32`; under `dist_config.name: "
+            "fsdpturbo`, the computing type.",
+        ),
+    ] = None
+    activation_checkpointing: Annotated[
+        bool, about(OURS, "Compute each block's activations again in backward; chosen experts are kept.")
+    ] = False
+    optim_config: Annotated[OptimConfig, about(LF, "The optimizer.")] = OptimConfig()
+    lr_scheduler_config: Annotated[LrSchedulerConfig, about(LF, "The learning rate over time.")] = LrSchedulerConfig()
+    seed: Annotated[int, about(LF, "Seed of data order and of every generator.", ge=0)] = 42
+    full_determinism: Annotated[
+        bool, about(LF, "Only deterministic kernels: two runs of one recipe are equal bit for bit.")
+    ] = False
+    # logs and checkpoints
+    logging_steps: Annotated[int, about(LF, "Optimizer steps between two lines of metrics.", ge=1)] = 1
+    eval_steps: Annotated[
+        int | None, about(OURS, "Optimizer steps between two held-out losses. Unset: only after the last step.", ge=1)
+    ] = None
+    save_steps: Annotated[
+        int | None, about(LF, "Optimizer steps between two checkpoints. Unset: only after the last step.", ge=1)
+    ] = None
+    save_total_limit: Annotated[int | None, about(LF, "Checkpoints kept, the newest. Unset: all.", ge=1)] = None
+    resume_from_checkpoint: Annotated[
+        str | None, about(LF, "A checkpoint's folder, or `auto`: the newest in `output_dir`, if there is one.")
+    ] = None
+    # topology
+    dist_config: Annotated[
+        DistConfig,
+        Field(discriminator="name"),
+        about(LF, "What shards the model: `fsdp2` (path A), `moesaic` or `fsdpturbo` (path B)."),
+    ] = Fsdp2Config(name="fsdp2")
+    dp_size: Annotated[
+        int | None, about(LF, "Ranks along which samples differ. Unset: ranks / (cp_size * tp_size).", ge=1)
+    ] = None
+    cp_size: Annotated[int, about(LF, "Ranks that share the tokens of a sequence. Only 1 so far.", ge=1)] = 1
+    cp_mode: Annotated[Literal["ulysses"], about(LF, "How a sequence is shared.")] = "ulysses"
+    tp_size: Annotated[int, about(OURS, "Ranks that share each dense matrix. Only 1 so far.", ge=1)] = 1
+    mp_replicate_size: Annotated[int, about(LF, "Replicas of the dense parameters (HSDP).", ge=1)] = 1
+    mp_shard_size: Annotated[
+        int | None, about(LF, "Ranks that shard one replica. Unset: dp_size * cp_size / mp_replicate_size.", ge=1)
+    ] = None
+    dist_timeout: Annotated[int, about(LF, "Seconds until a collective that doesn't end is an error.", ge=1)] = 1800
+    reshard_after_forward: Annotated[
+        bool, about(LF, "Free gathered parameters after forward and gather them again in backward.")
+    ] = True
+    offload: Annotated[bool, about(OURS, "Keep shards and optimizer state on the host. Not yet.")] = False
+
+    @property
+    def compute_dtype(self) -> Literal["fp32", "bf16"]:
+        """Type of the forward and backward passes: ``bf16`` where ``bf16`` is set."""
+        return "bf16" if self.bf16 else "fp32"
+
+    @property
+    def storage_dtype(self) -> Literal["fp32", "bf16"]:
+        """Type of parameters and optimizer state: ``master_dtype``, else fp32; FSDPTurbo stores what it computes in."""
+        if self.master_dtype is not None:
+            return self.master_dtype
+        return self.compute_dtype if isinstance(self.dist_config, FsdpTurboConfig) else "fp32"
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks over which experts are split; 1 on path A, which has no expert axis."""
+        return 1 if isinstance(self.dist_config, Fsdp2Config) else self.dist_config.ep_size
+
+    @property
+    def edp_size(self) -> int:
+        """Replicas of the experts; where unset, as many as of the dense parameters. Path A: the same."""
+        if isinstance(self.dist_config, Fsdp2Config) or self.dist_config.edp_size is None:
+            return self.mp_replicate_size
+        return self.dist_config.edp_size
+
+
+# Sections that may be written as one string, and the field it stands for.
+SHORTHAND_SECTIONS: Mapping[str, str] = MappingProxyType({"train_dataset": "path", "eval_dataset": "path"})
+
+DIST_CONFIGS: Mapping[str, type[Section]] = MappingProxyType(
+    {"fsdp2": Fsdp2Config, "moesaic": MoesaicConfig, "fsdpturbo": FsdpTurboConfig}
+)
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Comma-separated names. Example: ``"auto, flash-linear-attention"`` -> ``("auto", "flash-linear-attention")``."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -1,0 +1,102 @@
+"""What a model trains on: one tokenized sample, and one micro-batch of them.
+
+Labels are shifted here, once, while a sample is still a list: position t holds the token that it must predict. A
+batch can then be cut along the sequence (context parallelism) without any rank needing a neighbour's first token.
+
+Example, a document of five tokens of which the last two are the assistant's::
+
+    input_ids  10  11  12  13  14
+    trained     .   .   .   x   x
+    labels   -100 -100  13  14 -100      the last position has no next token in its document
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a position without loss (the value that torch's cross-entropy ignores by default)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One document: ``input_ids`` and, equally long, ``labels`` already shifted left by one (the module's example)."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+    def __post_init__(self) -> None:
+        assert len(self.input_ids) == len(self.labels), (len(self.input_ids), len(self.labels))
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """How many positions have a label."""
+        return sum(label != IGNORE_INDEX for label in self.labels)
+
+
+def shift_labels(input_ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
+    """Targets of one document: ``labels[t] = input_ids[t + 1]`` where token t + 1 is trained, else -100.
+
+    The first token is never a target, whether trained or not, and the last position never has one.
+    """
+    assert len(input_ids) == len(trained), (len(input_ids), len(trained))
+    following = zip(input_ids[1:], trained[1:], strict=True)
+    return [token if is_trained else IGNORE_INDEX for token, is_trained in following] + [IGNORE_INDEX] * bool(input_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """One micro-batch of one data-parallel rank: B rows of S tokens, int64.
+
+    Attributes:
+        input_ids: [B, S].
+        labels: [B, S]; ``labels[b, t]`` is the target of position t, -100 where there is no loss. Already shifted.
+        position_ids: [B, S]; restart at 0 with each document of a row.
+        attention_mask: [B, S], 1 = real, 0 = padding; None for packed rows: ``position_ids`` tell documents apart.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.input_ids.shape
+        assert len(shape) == 2 and self.labels.shape == shape and self.position_ids.shape == shape, shape
+        assert self.attention_mask is None or self.attention_mask.shape == shape, shape
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Positions with a label. Reads ``labels``: before ``to(device)``, or the device is waited for."""
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on ``device``."""
+        mask = self.attention_mask
+        return Batch(
+            input_ids=self.input_ids.to(device),
+            labels=self.labels.to(device),
+            position_ids=self.position_ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+        )
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of a transformers model: never the labels, which the model would shift a second time.
+
+        ``use_cache=False`` is part of them because transformers looks for packed documents only where there is no
+        cache.
+        """
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.attention_mask,
+            "use_cache": False,
+        }

@@ -1,0 +1,103 @@
+"""Three views of the same ranks, each a root DeviceMesh of its own.
+
+| view   | axes                         | lays out                                                                        |
+|--------|------------------------------|---------------------------------------------------------------------------------|
+| data   | ``(dp, cp, tp)``             | dp: other samples; cp: other tokens of the same samples; tp: the same tokens    |
+| dense  | ``(mp_replicate, mp_shard, tp)`` | every parameter that is not a routed expert                                 |
+| expert | ``(edp, efsdp, ep)``         | routed experts; ep is innermost, so its all-to-all stays inside a node          |
+
+Each view is row-major over ranks 0..W-1. FSDP needs its own axis and the axis that already shards a parameter (tp, ep) to
+have one parent: that is why each view is a root.
+
+Example, 8 ranks, mp_replicate 2, ep 2, edp 2 (cp = tp = 1):
+
+    dense  (2, 4, 1)   replicas {0..3} {4..7}; rank 5 holds shard 1 of replica 1
+    expert (2, 2, 2)   ep groups {0,1} {2,3} {4,5} {6,7}; efsdp groups {0,2} {1,3} {4,6} {5,7}; edp groups {0,4} {1,5} ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moesaic.config.parallel import ParallelSizes
+from moesaic.runtime import device_type as current_device_type
+
+DATA_AXES = ("dp", "cp", "tp")
+DENSE_AXES = ("mp_replicate", "mp_shard", "tp")
+EXPERT_AXES = ("edp", "efsdp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The three views. ``sizes`` are those they were built from; ``tokens`` is ``(dp, cp)`` of the data view flattened: the
+    ranks that hold different tokens, over which losses and token counts are summed.
+    """
+
+    sizes: ParallelSizes
+    data: DeviceMesh
+    dense: DeviceMesh
+    expert: DeviceMesh
+    tokens: DeviceMesh
+
+    @property
+    def dense_fsdp(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of dense parameters: ``(mp_replicate, mp_shard)``, or 1-D where there is one replica."""
+        return self.dense["mp_shard"] if self.sizes.mp_replicate_size == 1 else self.dense["mp_replicate", "mp_shard"]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of experts: ``(edp, efsdp)``, or 1-D where there is one replica."""
+        return self.expert["efsdp"] if self.sizes.edp_size == 1 else self.expert["edp", "efsdp"]
+
+    def table(self) -> str:
+        """One line per axis: size, and the rank groups along it (at most 8 shown). For logs and the run's folder."""
+        lines = [f"{'view':<8}{'axis':<14}{'size':>5}  rank groups"]
+        for view, mesh in (("data", self.data), ("dense", self.dense), ("expert", self.expert)):
+            for axis, name in enumerate(mesh.mesh_dim_names or ()):
+                groups = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+                shown = " ".join("{" + ",".join(map(str, group)) + "}" for group in groups[:8])
+                lines.append(f"{view:<8}{name:<14}{mesh.size(axis):>5}  {shown}{' ...' if len(groups) > 8 else ''}")
+        return "\n".join(lines)
+
+
+def build_meshes(
+    device_type: str | None = None,
+    *,
+    cp_size: int = 1,
+    tp_size: int = 1,
+    mp_replicate_size: int = 1,
+    ep_size: int = 1,
+    edp_size: int | None = None,
+) -> Meshes:
+    """Build the three views over all ranks of the default process group. Every rank must call it, in the same order.
+
+    Args:
+        device_type: ``cpu``, ``cuda``, ...; default: the accelerator's, or ``cpu`` without one.
+        cp_size, tp_size, mp_replicate_size, ep_size: sizes of these axes; the others follow (``ParallelSizes``).
+        edp_size: replicas of the experts; default ``mp_replicate_size``.
+
+    Raises:
+        ValueError: the sizes don't multiply to the world size.
+    """
+    sizes = ParallelSizes(
+        world_size=dist.get_world_size(),
+        cp_size=cp_size,
+        tp_size=tp_size,
+        mp_replicate_size=mp_replicate_size,
+        ep_size=ep_size,
+        edp_size=mp_replicate_size if edp_size is None else edp_size,
+    )
+    kind = device_type or current_device_type()
+    dense_shape = (sizes.mp_replicate_size, sizes.mp_shard_size, sizes.tp_size)
+    expert_shape = (sizes.edp_size, sizes.efsdp_size, sizes.ep_size)
+    data = init_device_mesh(kind, (sizes.dp_size, sizes.cp_size, sizes.tp_size), mesh_dim_names=DATA_AXES)
+    return Meshes(
+        sizes=sizes,
+        data=data,
+        dense=init_device_mesh(kind, dense_shape, mesh_dim_names=DENSE_AXES),
+        expert=init_device_mesh(kind, expert_shape, mesh_dim_names=EXPERT_AXES),
+        tokens=data["dp", "cp"]._flatten("tokens"),
+    )

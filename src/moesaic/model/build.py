@@ -1,0 +1,73 @@
+"""Build a Hugging Face model on meta, as ``from_pretrained`` would configure it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+
+def build_on_meta(
+    path: str | Path | PreTrainedConfig, *, attn_implementation: str | None, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The causal language model of a folder's ``config.json``, on meta, in training mode.
+
+    Attention, experts and generation settings are those that ``AutoModelForCausalLM.from_pretrained`` would pick; so is the
+    dtype of what the family keeps in fp32. ``use_cache`` is left as configured.
+
+    Args:
+        path: a model folder, or a config (copied; its generation settings are then derived from it alone).
+        attn_implementation: ``None`` for the library's choice, else ``eager``, ``sdpa``, ...
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: the folder has no ``config.json``, or the attention isn't available.
+    """
+    if isinstance(path, PreTrainedConfig):
+        config = copy.deepcopy(path)
+    elif (Path(path) / "config.json").is_file():
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    else:
+        raise ValueError(f"model={str(path)!r} has no config.json; a model is a local folder. Download it there first.")
+    chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
+    _keep_in_fp32(model, dtype)
+    if not isinstance(path, PreTrainedConfig) and model.can_generate():
+        _load_generation_config(model, str(path))
+    return model
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern, _, _ = build_glob_alternation(list(plan))
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if pattern.search(f"{module_name}.{name}"):
+                parameter.data = parameter.data.float()
+        for name, buffer in module.named_buffers(recurse=False):
+            if pattern.search(f"{module_name}.{name}") and name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, buffer.float())
+
+
+def _load_generation_config(model: PreTrainedModel, folder: str) -> None:
+    """What ``from_pretrained`` does: ``generation_config.json``, or what an old ``config.json`` says of generation."""
+    model.adjust_generation_fn(
+        None,
+        True,
+        False,
+        folder,
+        cache_dir=None,
+        force_download=False,
+        proxies=None,
+        local_files_only=True,
+        token=None,
+        revision=None,
+        subfolder="",
+        trust_remote_code=False,
+    )

@@ -1,0 +1,363 @@
+"""Dense to mixture of experts: each chosen layer's MLP becomes ``num_experts`` copies of itself behind a fresh router.
+
+With normalised top-k weights the copies' weighted sum is the MLP's own output, so at ``noise=0`` the MoE computes what the
+dense model computes (up to rounding), and training starts from there. Sources: models whose blocks are Llama's (llama,
+qwen2, mistral). The folder is written in the Hub's keys, one expert per tensor, one file per layer: the peak memory is
+one layer of the MoE.
+
+Example: SmolLM2-135M (30 layers, hidden 576, MLP 1536), ``qwen2_moe``, ``layers="every:5"``, 8 experts: layers 4, 9, 14,
+19, 24, 29 become sparse, 7 more copies of 3 * 576 * 1536 weights in each, 134.5M -> 246.7M parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
+
+from moesaic.specs.base import ModelSpec
+from moesaic.specs.registry import find_spec
+
+DENSE_MODEL_TYPES = ("llama", "qwen2", "mistral")
+FAMILIES = ("qwen2_moe", "mixtral")
+# Rows of the shared expert that every sparse Qwen2-MoE layer has; it starts as the zero function.
+SHARED_EXPERT_SIZE = 64
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The dense MLP's tensors in the order of a spec's ``expert_params`` and their ``hub_parts``.
+_MLP_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_QKV_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+# Written by the MoE's own config or meaningless in it; every other field that both configs have is copied.
+_COPIED_FIELDS = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
+    "max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters attention_dropout "
+    "pad_token_id bos_token_id eos_token_id"
+).split()
+_COPIED_FILES = (
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "chat_template.jinja chat_template.json generation_config.json"
+).split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpcycleReport:
+    """What was written: the layers that became sparse, the number of parameters, and the weights' size in bytes."""
+
+    sparse_layers: tuple[int, ...]
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dense:
+    """A checked source: its config, which file holds which tensor, and the head size its weights imply."""
+
+    folder: Path
+    config: PreTrainedConfig
+    files: Mapping[str, str]
+    head_dim: int
+
+
+def upcycle(
+    dense_folder: str | Path,
+    out_folder: str | Path,
+    *,
+    family: str,
+    num_experts: int,
+    top_k: int,
+    layers: str | Sequence[int] = "all",
+    noise: float = 0.0,
+    seed: int = 0,
+    dtype: str | None = None,
+) -> UpcycleReport:
+    """Write a MoE whose experts are copies of a dense model's MLPs. One process, no process group.
+
+    Args:
+        dense_folder: a folder with ``config.json`` and safetensors of a llama, qwen2 or mistral model.
+        out_folder: a new or empty folder; it appears only when it is complete. Tokenizer, chat template and generation
+            config are copied.
+        family: ``qwen2_moe`` (any layers; zero q/k/v biases where the source has none; a shared expert of
+            ``SHARED_EXPERT_SIZE`` rows whose output is exactly zero until it is trained) or ``mixtral`` (all layers).
+        num_experts, top_k: experts per sparse layer, and how many of them each token visits.
+        layers: ``"all"``, ``"every:N"`` (layers N-1, 2N-1, ...), ``"4,9,14"``, or a list of layer numbers from 0.
+        noise: standard deviation of the normal noise added to each expert weight, relative to that weight's own
+            standard deviation. 0 gives exact copies; 0.01 to 0.05 lets experts part sooner; 0.1 already degrades a model.
+        seed: of the routers, the shared experts and the noise.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; default: each tensor keeps its own.
+
+    Raises:
+        ValueError: everything that is wrong with the arguments and the source, one problem a line; nothing is written.
+    """
+    source, out = Path(dense_folder), Path(out_folder)
+    problems = _argument_problems(out, family, num_experts, top_k, noise, dtype)
+    dense, source_problems = _check_source(source, family)
+    problems += source_problems
+    sparse_layers: tuple[int, ...] = ()
+    if dense is not None:
+        sparse_layers, layer_problems = _choose_layers(layers, dense.config.num_hidden_layers, family)
+        problems += layer_problems
+    if problems or dense is None:
+        raise ValueError("\n".join(problems))
+
+    config = _build_config(dense, family, num_experts, top_k, sparse_layers)
+    config.dtype = _DTYPES[dtype] if dtype else dense.config.dtype
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        report = _write_weights(dense, folder, config, sparse_layers, noise, seed, _DTYPES[dtype] if dtype else None)
+        config.save_pretrained(folder)
+        for name in _COPIED_FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, folder / name)
+        folder.rename(out)
+    return report
+
+
+def _argument_problems(
+    out: Path, family: str, num_experts: int, top_k: int, noise: float, dtype: str | None
+) -> list[str]:
+    problems = []
+    if family not in FAMILIES:
+        problems.append(f"family={family!r}: must be one of {', '.join(FAMILIES)}.")
+    if num_experts < 1:
+        problems.append(f"num_experts={num_experts}: must be at least 1.")
+    if not 1 <= top_k <= max(num_experts, 1):
+        problems.append(f"top_k={top_k}: must lie between 1 and num_experts={num_experts}.")
+    if not (math.isfinite(noise) and noise >= 0):
+        problems.append(f"noise={noise}: must be a finite number of at least 0; 0 gives exact copies.")
+    if dtype is not None and dtype not in _DTYPES:
+        problems.append(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}, or left out to keep the source's.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        problems.append(f"out_folder={str(out)!r}: must be new or empty; choose another, or remove it first.")
+    return problems
+
+
+def _choose_layers(layers: str | Sequence[int], num_layers: int, family: str) -> tuple[tuple[int, ...], list[str]]:
+    """The sparse layers, ascending, and what is wrong with the choice."""
+    step_text = layers.removeprefix("every:") if isinstance(layers, str) else ""
+    if layers == "all":
+        chosen = list(range(num_layers))
+    elif isinstance(layers, str) and layers.startswith("every:") and step_text.isdecimal() and int(step_text) > 0:
+        chosen = list(range(int(step_text) - 1, num_layers, int(step_text)))
+    elif isinstance(layers, str) and all(part.strip().isdecimal() for part in layers.split(",")):
+        chosen = [int(part) for part in layers.split(",")]
+    elif isinstance(layers, str):
+        return (), [f"layers={layers!r}: must be 'all', 'every:N' with N of at least 1, or layer numbers like '4,9,14'."]
+    else:
+        chosen = list(layers)
+    problems = []
+    outside = sorted({layer for layer in chosen if not 0 <= layer < num_layers})
+    if outside:
+        problems.append(f"layers={layers!r}: {outside} out of range; this model has layers 0 to {num_layers - 1}.")
+    if not chosen:
+        problems.append(f"layers={layers!r}: chooses no layer of this model's {num_layers}; choose at least one.")
+    if family == "mixtral" and set(chosen) != set(range(num_layers)):
+        problems.append(f"layers={layers!r}: every mixtral layer is sparse; use layers='all', or family='qwen2_moe'.")
+    return tuple(sorted(set(chosen))), problems
+
+
+def _check_source(folder: Path, family: str) -> tuple[_Dense | None, list[str]]:
+    """The source, or what is wrong with it: its kind, the tensors it has and their shapes, what ``family`` can't express."""
+    field = f"dense_folder={str(folder)!r}"
+    if not (folder / "config.json").is_file():
+        return None, [f"{field}: has no config.json; give the folder of a saved Hugging Face model."]
+    raw = json.loads((folder / "config.json").read_text())
+    if raw.get("model_type") not in DENSE_MODEL_TYPES:
+        kinds = ", ".join(DENSE_MODEL_TYPES)
+        return None, [f"{field}: model_type={raw.get('model_type')!r} has no Llama-like MLP; must be one of {kinds}."]
+    if "quantization_config" in raw:
+        return None, [f"{field}: its weights are quantized; save a dequantized copy first."]
+    files = _find_tensors(folder)
+    if not files:
+        return None, [f"{field}: has no safetensors; save the model with save_pretrained first."]
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight")  # transformers ties it to the embedding, whatever the file says
+    problems = [f"{field}: lacks {name}; the checkpoint is incomplete." for name in sorted(expected.keys() - files.keys())]
+    for name in sorted(expected.keys() & files.keys()):
+        with safe_open(folder / files[name], framework="pt") as tensors:
+            shape = tuple(tensors.get_slice(name).get_shape())
+        if shape != expected[name]:
+            problems.append(f"{field}: {name} has shape {shape}; config.json asks for {expected[name]}.")
+    problems += [f"{field}: {problem}" for problem in _inexpressible(config, expected.keys(), family)]
+    if problems:
+        return None, problems
+    head_dim = expected["model.layers.0.self_attn.q_proj.weight"][0] // config.num_attention_heads
+    return _Dense(folder=folder, config=config, files={k: files[k] for k in expected}, head_dim=head_dim), []
+
+
+def _find_tensors(folder: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that holds it; empty if the folder has no safetensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return weight_map
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single.name)
+
+
+def _inexpressible(config: PreTrainedConfig, names: Sequence[str] | set[str], family: str) -> list[str]:
+    """What the source computes and the MoE family has no place for."""
+    kept = _QKV_BIASES if family == "qwen2_moe" else ()
+    biases = sorted({name.split(".", 3)[3] for name in names if name.endswith(".bias")} - set(kept))
+    problems = []
+    if biases:
+        remedy = "use family='qwen2_moe'" if set(biases) <= set(_QKV_BIASES) else "this model can't be upcycled"
+        problems.append(f"{family} has no place for its biases {', '.join(biases)}; {remedy}.")
+    if family == "mixtral" and len(set(_sliding(config)[1])) > 1:
+        problems.append("mixtral has one kind of attention in all layers, this model has two; use family='qwen2_moe'.")
+    return problems
+
+
+def _sliding(config: PreTrainedConfig) -> tuple[int | None, list[str]]:
+    """The source's attention window in tokens, or None, and the kind of attention of each layer."""
+    kinds = ["full_attention"] * config.num_hidden_layers
+    if isinstance(config, Qwen2Config):
+        return config.sliding_window, list(config.layer_types or kinds)
+    if isinstance(config, MistralConfig) and config.sliding_window is not None:
+        return config.sliding_window, ["sliding_attention"] * config.num_hidden_layers
+    return None, kinds
+
+
+def _build_config(
+    dense: _Dense, family: str, num_experts: int, top_k: int, sparse_layers: tuple[int, ...]
+) -> PreTrainedConfig:
+    """The MoE's config. Its MLP size is the dense one's, in the sparse layers too."""
+    fields = dense.config.to_dict()
+    fields = {name: fields[name] for name in _COPIED_FIELDS}
+    window, attention_kinds = _sliding(dense.config)
+    if dense.head_dim * fields["num_attention_heads"] != fields["hidden_size"]:
+        fields["head_dim"] = dense.head_dim
+    if family == "mixtral":
+        window = window if "sliding_attention" in attention_kinds else None
+        fields |= {"num_local_experts": num_experts, "sliding_window": window}
+        return MixtralConfig(**fields, num_experts_per_tok=top_k, architectures=["MixtralForCausalLM"])
+    num_layers = fields["num_hidden_layers"]
+    step = sparse_layers[0] + 1
+    if sparse_layers != tuple(range(step - 1, num_layers, step)):
+        step = 1
+    dense_layers = sorted(set(range(step - 1, num_layers, step)) - set(sparse_layers))
+    return Qwen2MoeConfig(
+        **fields,
+        architectures=["Qwen2MoeForCausalLM"],
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        decoder_sparse_step=step,
+        mlp_only_layers=dense_layers,
+        moe_intermediate_size=fields["intermediate_size"],
+        shared_expert_intermediate_size=SHARED_EXPERT_SIZE,
+        qkv_bias=True,
+        use_sliding_window="sliding_attention" in attention_kinds,
+        sliding_window=window,
+        layer_types=attention_kinds,
+    )
+
+
+def _write_weights(
+    dense: _Dense,
+    folder: Path,
+    config: PreTrainedConfig,
+    sparse_layers: tuple[int, ...],
+    noise: float,
+    seed: int,
+    dtype: torch.dtype | None,
+) -> UpcycleReport:
+    """One file with what lies outside the layers, then one per layer, then the index."""
+    generator = torch.Generator().manual_seed(seed)
+    num_layers = config.num_hidden_layers
+    groups: dict[int, list[str]] = {layer: [] for layer in range(-1, num_layers)}
+    for name in dense.files:
+        groups[int(name.split(".")[2]) if name.startswith("model.layers.") else -1].append(name)
+    weight_map: dict[str, str] = {}
+    num_parameters = num_bytes = 0
+    for number, (layer, names) in enumerate(groups.items(), start=1):
+        tensors = {name: _read_tensor(dense, name, dtype) for name in names}
+        if layer >= 0 and isinstance(config, Qwen2MoeConfig):
+            tensors = _zero_biases(layer, tensors) | tensors
+        if layer in sparse_layers:
+            tensors = _to_experts(layer, tensors, config, noise, generator)
+        file = f"model-{number:05d}-of-{num_layers + 1:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        num_parameters += sum(t.numel() for t in tensors.values())
+        num_bytes += sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return UpcycleReport(sparse_layers=sparse_layers, num_parameters=num_parameters, num_bytes=num_bytes)
+
+
+def _read_tensor(dense: _Dense, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    with safe_open(dense.folder / dense.files[name], framework="pt") as tensors:
+        return tensors.get_tensor(name).to(dtype)
+
+
+def _zero_biases(layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Zeros for q, k and v: ``qkv_bias=False`` would do here, but vLLM leaves those biases uninitialised then."""
+    prefix = f"model.layers.{layer}."
+    weights = {prefix + bias: tensors[prefix + bias.replace(".bias", ".weight")] for bias in _QKV_BIASES}
+    return {name: weight.new_zeros(weight.shape[0]) for name, weight in weights.items()}
+
+
+def _to_experts(
+    layer: int,
+    tensors: Mapping[str, torch.Tensor],
+    config: PreTrainedConfig,
+    noise: float,
+    generator: torch.Generator,
+) -> dict[str, torch.Tensor]:
+    """A layer's tensors in the Hub's keys, its MLP replaced by experts, a router and, in Qwen2-MoE, a shared expert."""
+    spec: ModelSpec = find_spec(config.model_type)
+    mlp = f"model.layers.{layer}.mlp."
+    hub_parts = [part for param in spec.expert_params for part in param.hub_parts]
+    dense_mlp = {part: tensors[mlp + part] for part in _MLP_PARTS}
+    reference = dense_mlp["gate_proj.weight"]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * config.initializer_range).to(reference.dtype)
+
+    made = {mlp + "gate.weight": normal(config.num_experts, config.hidden_size)}
+    for expert in range(config.num_experts):
+        for hub_part, weight in zip(hub_parts, dense_mlp.values(), strict=True):
+            made[f"{mlp}experts.{expert}.{hub_part}"] = _add_noise(weight, noise, generator)
+    if isinstance(config, Qwen2MoeConfig):
+        # Only the last matrix is zero: were all three, no gradient would ever reach any of them.
+        size = config.shared_expert_intermediate_size
+        made[mlp + "shared_expert.gate_proj.weight"] = normal(size, config.hidden_size)
+        made[mlp + "shared_expert.up_proj.weight"] = normal(size, config.hidden_size)
+        made[mlp + "shared_expert.down_proj.weight"] = reference.new_zeros(config.hidden_size, size)
+        made[mlp + "shared_expert_gate.weight"] = reference.new_zeros(1, config.hidden_size)
+    for module_part, hub_part in spec.hub_renames:
+        made = {name.replace(module_part, hub_part): tensor for name, tensor in made.items()}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(mlp)} | made
+
+
+def _add_noise(weight: torch.Tensor, noise: float, generator: torch.Generator) -> torch.Tensor:
+    """A copy of ``weight`` plus normal noise of ``noise`` times its standard deviation; computed in fp32."""
+    if noise == 0:
+        return weight.clone()
+    wide = weight.float()
+    return (wide + noise * wide.std() * torch.randn(wide.shape, generator=generator)).to(weight.dtype)

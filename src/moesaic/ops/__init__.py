@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: permutations, exchanges, grouped matmuls, placements arithmetic, device-to-host reads."""

@@ -1,0 +1,73 @@
+"""Expert-FSDP: each rank's experts sharded again, over the ranks that hold the same experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from moesaic.parallel.experts import ExpertPlan
+from moesaic.parallel.shard_rules import build_expert_placement_fn
+from moesaic.specs import match_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDPPlan:
+    """How an FSDP unit computes and reduces.
+
+    Attributes:
+        mp_policy: compute and reduction dtypes.
+        reshard_after_forward: free unsharded parameters between forward and backward.
+        gradient_divide_factor: what the summed gradient is divided by. 1 for losses that are already divided by the global
+            token count. Under a plain ``fully_shard``, which averages over its mesh, the loss is each rank's own mean:
+            then pass the number of ranks, for the experts' gradient is a sum over all of them (EP's exchange sums too).
+    """
+
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    reshard_after_forward: bool = True
+    gradient_divide_factor: float = 1.0
+
+
+def set_gradient_sum(module: FSDPModule, divide_factor: float = 1.0) -> None:
+    """Reduce this unit's gradients as a sum, divided by ``divide_factor`` locally.
+
+    The factor alone would use the backend's PREMUL_SUM, which gloo lacks and NCCL zeroes in bf16 up to torch 2.13
+    (pytorch/pytorch#190747); forcing a sum avoids it.
+    """
+    module.set_gradient_divide_factor(divide_factor)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def expert_fully_shard_modules(
+    model: nn.Module, efsdp_mesh: DeviceMesh, plan: ExpertPlan, fsdp_plan: FSDPPlan | None = None
+) -> set[nn.Parameter]:
+    """``fully_shard`` each experts module over ``efsdp_mesh``, along a dim that EP left free. In place.
+
+    Also where the mesh has one rank: the experts' gradients must be divided, and their dtype kept, as everywhere else.
+    Every rank of the mesh must call it, after ``expert_parallelize_modules``.
+
+    Args:
+        efsdp_mesh: ``efsdp``, or ``(edp, efsdp)`` for replicated experts; same parent mesh as the EP axis.
+
+    Returns:
+        The experts' parameters: what an outer ``fully_shard(model, ignored_params=...)`` has to leave alone.
+
+    Raises:
+        ValueError: the glob matches nothing.
+    """
+    fsdp_plan = fsdp_plan or FSDPPlan()
+    experts_params: set[nn.Parameter] = set()
+    for name in match_names(plan.modules, dict(model.named_modules())):
+        module = model.get_submodule(name)
+        unit = fully_shard(
+            module,
+            mesh=efsdp_mesh,
+            shard_placement_fn=build_expert_placement_fn(efsdp_mesh.size(-1)),
+            reshard_after_forward=fsdp_plan.reshard_after_forward,
+            mp_policy=fsdp_plan.mp_policy,
+        )
+        set_gradient_sum(unit, fsdp_plan.gradient_divide_factor)
+        experts_params.update(module.parameters())
+    return experts_params

@@ -1,0 +1,167 @@
+"""Expert parallelism: experts split over the EP ranks, and the dispatcher at transformers' experts seam.
+
+transformers calls a registered function as an experts module's forward, chosen by name in that module's config. Ours is
+registered once; which dispatcher it uses is a value kept on each experts module, so two models with different meshes live
+in one process, and neither model code nor the router is touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moesaic.config.parallel import ep_size_problem
+from moesaic.dispatch import Dispatcher, build_dispatcher
+from moesaic.ops.grouped_mm import grouped_linear
+from moesaic.specs import ModelSpec, match_names
+
+EXPERTS_FUNCTION = "moesaic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """Which experts to split, and how tokens reach them.
+
+    Attributes:
+        modules: glob of the experts modules; ``*`` stands for one path segment.
+        params: their stacked parameters, experts on dim 0.
+        dispatcher: name of the dispatcher.
+    """
+
+    modules: str
+    params: tuple[str, ...]
+    dispatcher: str = "eager"
+
+    @classmethod
+    def from_spec(cls, spec: ModelSpec, dispatcher: str = "eager") -> ExpertPlan:
+        """The plan of a model family."""
+        return cls(modules=spec.experts, params=tuple(p.name for p in spec.expert_params), dispatcher=dispatcher)
+
+
+class ExpertLoad:
+    """Tokens that each local expert of one layer received since the last ``reset``, as a device tensor.
+
+    Only training forwards count: not evaluation, and not a recomputation (``paused``).
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+        self.paused = False
+
+    def add(self, offsets_C: Tensor) -> None:
+        """Count one forward from the end offsets of each expert's rows."""
+        if self.paused or not torch.is_grad_enabled():
+            return
+        counts = torch.diff(offsets_C, prepend=offsets_C.new_zeros(1)).to(torch.int64)
+        self.tokens = counts if self.tokens is None else self.tokens + counts
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.tokens = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """What one experts module needs to run over its EP group; lives on the module as ``expert_parallel``."""
+
+    dispatcher: Dispatcher
+    ep_mesh: DeviceMesh
+    num_experts: int
+    load: ExpertLoad
+
+
+def expert_parallelize_modules(model: nn.Module, ep_mesh: DeviceMesh, plan: ExpertPlan) -> nn.Module:
+    """Split the experts of ``model`` over ``ep_mesh`` (dim 0, in chunks) and dispatch tokens to them. In place.
+
+    Every rank of the mesh must call it. Parameters may lie on meta, or hold the same whole values on every rank.
+    Afterwards each stacked parameter is a DTensor ``[E, ...]`` with ``Shard(0)`` on ``ep_mesh``.
+
+    Args:
+        ep_mesh: 1-D; rank p gets experts ``[p*c, (p+1)*c)``, ``c = ceil(E/P)``.
+
+    Raises:
+        ValueError: the glob matches nothing; a module is not at the experts seam, or was parallelized before; a rank would
+            be left without an expert.
+    """
+    modules = {name: model.get_submodule(name) for name in match_names(plan.modules, dict(model.named_modules()))}
+    problems = [problem for name, module in modules.items() if (problem := _problem(name, module, plan, ep_mesh.size()))]
+    if problems:
+        raise ValueError("\n".join(problems))
+    for module in modules.values():
+        _parallelize_experts(module, ep_mesh, plan)
+    return model
+
+
+def expert_parallel(experts: nn.Module) -> ExpertParallel:
+    """What ``expert_parallelize_modules`` put on an experts module."""
+    return cast(ExpertParallel, experts.expert_parallel)
+
+
+def _problem(name: str, module: nn.Module, plan: ExpertPlan, ep_size: int) -> str | None:
+    missing = [param for param in plan.params if param not in module._parameters]
+    if missing:
+        return f"{name}: has no parameter {missing}; the plan's modules or params don't fit this model."
+    if any(isinstance(module.get_parameter(param), DTensor) for param in plan.params):
+        return f"{name}: already sharded. Build the model anew: a model is parallelized once, on one set of meshes."
+    flags = cast(Any, module)
+    if not flags.has_gate or flags.has_bias or flags.is_transposed or flags.has_post_expert_norm:
+        return f"{name}: experts with bias, without gate, transposed, or with a post-expert norm are not supported yet."
+    return ep_size_problem(module.get_parameter(plan.params[0]).size(0), ep_size)
+
+
+def _parallelize_experts(module: nn.Module, ep_mesh: DeviceMesh, plan: ExpertPlan) -> None:
+    num_experts = module.get_parameter(plan.params[0]).size(0)
+    for name in plan.params:
+        param = module.get_parameter(name)
+        # src_data_rank=None: each rank cuts its own slice, nothing is sent.
+        local = distribute_tensor(param.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))
+    dispatcher = build_dispatcher(plan.dispatcher, ep_mesh.get_group(), math.ceil(num_experts / ep_mesh.size()))
+    experts = cast(Any, module)
+    experts.expert_parallel = ExpertParallel(dispatcher, ep_mesh, num_experts, ExpertLoad())
+    # A config of its own: the model's config, which other models may share, keeps the implementation it names.
+    experts.config = copy.copy(experts.config)
+    experts.config._experts_implementation = EXPERTS_FUNCTION
+
+
+def _local_weight(param: Tensor) -> Tensor:
+    # Each EP rank differentiates its own experts only, so the local gradient is this rank's shard of the whole one.
+    return param.to_local(grad_placements=[Shard(0)]) if isinstance(param, DTensor) else param
+
+
+def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Forward of an experts module over its EP group, as transformers' experts seam calls it.
+
+    Collective over the EP group; a rank without tokens calls it too.
+
+    Args:
+        hidden_states: [T, H]; top_k_index: [T, K] int64 global expert ids; top_k_weights: [T, K].
+
+    Returns:
+        [T, H], dtype of ``hidden_states``.
+    """
+    state = expert_parallel(experts)
+    gate_up_C2IH = _local_weight(experts.get_parameter("gate_up_proj"))
+    down_CHI = _local_weight(experts.get_parameter("down_proj"))
+    rows, offsets, receipt = state.dispatcher.dispatch(hidden_states, top_k_index, top_k_weights, gate_up_C2IH.size(0))
+    state.load.add(offsets)
+    apply_gate = cast(Callable[[Tensor], Tensor], experts._apply_gate)
+    gated = apply_gate(grouped_linear(rows, gate_up_C2IH, offsets))
+    return state.dispatcher.combine(grouped_linear(gated, down_CHI, offsets), receipt).to(hidden_states.dtype)
+
+
+def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Experts modules that ``expert_parallelize_modules`` has treated, by name."""
+    return {name: module for name, module in model.named_modules() if "expert_parallel" in module.__dict__}
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, experts_forward)

@@ -1,0 +1,14 @@
+"""mixtral: the Hub says ``block_sparse_moe`` and ``w1``/``w3``/``w2`` where the module says ``mlp`` and gate/up/down."""
+
+from moesaic.specs.base import ExpertParam, ModelSpec
+
+SPEC = ModelSpec(
+    model_types=("mixtral",),
+    expert_params=(
+        ExpertParam(name="gate_up_proj", hub_parts=("w1.weight", "w3.weight")),
+        ExpertParam(name="down_proj", hub_parts=("w2.weight",)),
+    ),
+    hub_renames=((".mlp.", ".block_sparse_moe."),),
+    num_experts_field="num_local_experts",
+    expert_size_field="intermediate_size",
+)

@@ -1,0 +1,1 @@
+"""Training: one step, and what surrounds it."""

@@ -1,0 +1,43 @@
+"""The held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from moesaic.data.batch import Batch
+from moesaic.meshes import Meshes
+from moesaic.ops import host
+from moesaic.train.losses import count_loss_tokens, token_loss_sum
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel, batches: Iterable[Batch], meshes: Meshes) -> tuple[float, int]:
+    """Sum of token losses over all samples / number of their loss tokens: the same for any ranks and micro-batches.
+
+    Every rank must call it, with equally many micro-batches. The model is in training mode again afterwards.
+
+    Args:
+        batches: this data-parallel rank's micro-batches of the whole held-out set, e.g. an ``EvalLoader``.
+
+    Returns:
+        The loss in nats per token, and the number of loss tokens.
+    """
+    device = torch.device(meshes.data.device_type)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+    num_tokens = torch.zeros((), dtype=torch.int64, device=device)
+    model.eval()
+    for batch in batches:
+        on_device = batch.to(device)
+        logits = model(**on_device.model_inputs()).logits
+        loss_sum += token_loss_sum(logits, on_device.labels)
+        num_tokens += count_loss_tokens(on_device.labels)
+    model.train()
+    group = meshes.tokens.get_group()
+    dist.all_reduce(loss_sum, group=group)
+    dist.all_reduce(num_tokens, group=group)
+    count = int(num_tokens)
+    return host.read_float(loss_sum) / max(1, count), count

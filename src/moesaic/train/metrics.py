@@ -1,0 +1,246 @@
+"""What is measured while training, and where it goes: console, ``metrics.jsonl``, TensorBoard.
+
+Measuring (``Meter``) is collective and happens on every rank, at logging steps only. Writing (``MetricsWriter``) is for
+rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from moesaic.data.batch import Batch
+from moesaic.meshes import Meshes
+from moesaic.ops import host
+from moesaic.parallel.experts import expert_parallel, find_expert_modules
+from moesaic.runtime import device_type
+from moesaic.train.flops import peak_flops_per_s
+from moesaic.train.step import StepResult
+
+
+def count_tokens(batch: Batch) -> int:
+    """Tokens of a micro-batch that are no padding; a packed batch has no mask and counts whole. Call it on the host."""
+    return batch.input_ids.numel() if batch.attention_mask is None else int(batch.attention_mask.sum())
+
+
+def memory_bytes() -> int:
+    """Peak memory of this rank so far: allocated on its accelerator, or the process's resident set on CPU."""
+    if device_type() != "cpu":
+        return int(torch.accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def gather_expert_load(model: nn.Module) -> dict[str, float]:
+    """Most loaded expert over the mean, per MoE layer, since the last call; 1.0 is even. Resets the counters.
+
+    Collective over the default group: one all-reduce of [layers, experts] counts. Empty for a model without expert
+    parallelism. A layer that saw no token has load 1.0.
+
+    Example, 2 ep ranks with experts {0, 1} and {2, 3} that received 6 2 | 4 4 tokens: mean 4, load 1.5.
+    """
+    modules = find_expert_modules(model)
+    if not modules:
+        return {}
+    counts: list[torch.Tensor] = []
+    for module in modules.values():
+        state = expert_parallel(module)
+        size, rank = state.ep_mesh.size(), state.ep_mesh.get_local_rank()
+        chunk = -(-state.num_experts // size)
+        row = torch.zeros(size * chunk, dtype=torch.int64, device=module.get_parameter("down_proj").device)
+        if state.load.tokens is not None:
+            local = state.load.tokens
+            row[rank * chunk : rank * chunk + local.numel()] = local
+        counts.append(row[: state.num_experts])
+        state.load.reset()
+    table = torch.stack(counts)
+    dist.all_reduce(table)
+    rows = host.read_ints(table)
+    return {name: max(row) * len(row) / sum(row) if any(row) else 1.0 for name, row in zip(modules, rows, strict=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One logging step, equal on every rank.
+
+    Attributes:
+        step: optimizer steps done, from 1.
+        epoch: passes over the training rows begun, from 1.
+        loss: of this step's global batch: sum of token losses / number of tokens with loss, in nats.
+        grad_norm: global L2 norm of this step's gradients before clipping.
+        lr: learning rate of this step.
+        num_loss_tokens: tokens with loss in this step's global batch.
+        step_time_s: mean wall-clock time of the steps since the last logging step (or evaluation, or checkpoint, whose
+            own time doesn't count), in seconds.
+        tokens_per_s: tokens trained on per second over all ranks in that time, padding left out.
+        tflops_per_rank: useful work, 1e12 FLOP/s per rank (see ``flops``).
+        mfu: ``tflops_per_rank`` over the device's bf16 peak; None where the peak isn't known.
+        memory_gib: each rank's peak memory in GiB, by rank.
+        expert_load: tokens of the most loaded expert / mean, per MoE layer, since the last logging step.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_loss_tokens: int
+    step_time_s: float
+    tokens_per_s: float
+    tflops_per_rank: float
+    mfu: float | None
+    memory_gib: list[float]
+    expert_load: dict[str, float]
+
+    def scalars(self) -> dict[str, float]:
+        """Everything as flat numbers, for curves: per-layer loads under their names, memory as the ranks' maximum."""
+        scalars = {key: value for key, value in asdict(self).items() if isinstance(value, int | float)}
+        del scalars["step"]
+        scalars["memory_gib_max"] = max(self.memory_gib)
+        return scalars | {f"expert_load/{name}": load for name, load in self.expert_load.items()}
+
+
+class Meter:
+    """Counts tokens and time between logging steps. Every rank has one and calls the same methods in the same order.
+
+    Args:
+        model: the sharded model.
+        meshes: its meshes.
+        flops_per_token: see ``model_flops_per_token``.
+    """
+
+    def __init__(self, model: nn.Module, meshes: Meshes, flops_per_token: float) -> None:
+        self._model = model
+        self._meshes = meshes
+        self._flops_per_token = flops_per_token
+        kind = meshes.data.device_type
+        self._device = torch.device(kind)
+        self._peak = peak_flops_per_s(None if kind == "cpu" else torch.get_device_module(kind).get_device_name())
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the clock anew, e.g. after an evaluation, whose time is no training time."""
+        self._num_tokens = 0
+        self._num_steps = 0
+        self._began_s = time.perf_counter()
+
+    def count(self, micro_batches: Iterable[Batch]) -> None:
+        """Add one optimizer step with this rank's micro-batches, still on the host. Not collective."""
+        self._num_tokens += sum(count_tokens(batch) for batch in micro_batches)
+        self._num_steps += 1
+
+    def measure(self, step: int, epoch: int, lr: float, result: StepResult) -> StepMetrics:
+        """Metrics of step ``step`` and of the time since the last call; starts the clock anew.
+
+        Collective: an all-reduce over ``meshes.tokens``, an all-gather over all ranks, with EP an all-reduce over them.
+        """
+        loss = result.loss_share.clone()
+        dist.all_reduce(loss, group=self._meshes.tokens.get_group())
+        loss_value = host.read_float(loss)  # waits for the step to end: the clock is read after it
+        elapsed_s = time.perf_counter() - self._began_s
+        world_size = dist.get_world_size()
+        own = torch.tensor([self._num_tokens, memory_bytes()], dtype=torch.int64, device=self._device)
+        gathered = own.new_empty(world_size * 2)
+        dist.all_gather_into_tensor(gathered, own)
+        tokens, memory = zip(*host.read_ints(gathered.view(world_size, 2)), strict=True)
+        # cp and tp peers are given the same samples.
+        num_copies = self._meshes.sizes.cp_size * self._meshes.sizes.tp_size
+        tokens_per_s = sum(tokens) / num_copies / elapsed_s
+        flops_per_rank = tokens_per_s * self._flops_per_token / world_size
+        metrics = StepMetrics(
+            step=step,
+            epoch=epoch,
+            loss=loss_value,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_loss_tokens=int(result.num_tokens),
+            step_time_s=elapsed_s / self._num_steps,
+            tokens_per_s=tokens_per_s,
+            tflops_per_rank=flops_per_rank / 1e12,
+            mfu=None if self._peak is None else flops_per_rank / self._peak,
+            memory_gib=[num_bytes / 2**30 for num_bytes in memory],
+            expert_load=gather_expert_load(self._model),
+        )
+        self.restart()
+        return metrics
+
+
+class MetricsWriter:
+    """Console with a progress bar, ``metrics.jsonl`` and TensorBoard files in ``folder``. On rank 0 only.
+
+    ``metrics.jsonl`` gets one JSON object per logging step (``kind: train``, the fields of ``StepMetrics``) and one per
+    evaluation (``kind: eval``; ``step``, ``loss`` in nats per token, ``num_loss_tokens``). A resumed run appends.
+    """
+
+    def __init__(self, folder: Path, num_steps: int, first_step: int = 0, console: Console | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._console = console or Console(highlight=False)
+        columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._progress.add_task("train", total=num_steps, completed=first_step)
+        self._num_steps = num_steps
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar to ``step``."""
+        self._progress.update(self._task, completed=step)
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        """One line to the console and to ``metrics.jsonl``, and a point on each curve."""
+        self._append({"kind": "train", **asdict(metrics)})
+        for name, value in metrics.scalars().items():
+            self._board.add_scalar(f"train/{name}", value, metrics.step)
+        self._print(_step_line(metrics, self._num_steps))
+
+    def write_eval(self, step: int, loss: float, num_loss_tokens: int) -> None:
+        """The held-out loss after optimizer step ``step``."""
+        self._append({"kind": "eval", "step": step, "loss": loss, "num_loss_tokens": num_loss_tokens})
+        self._board.add_scalar("eval/loss", loss, step)
+        self._print(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {loss:.4f}")
+
+    def print(self, text: str) -> None:
+        """A line on the console, above the progress bar."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Flush and close everything; the bar stays as it is."""
+        self._progress.stop()
+        self._board.close()
+        self._file.close()
+
+    def _append(self, record: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _step_line(metrics: StepMetrics, num_steps: int) -> str:
+    mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
+    parts = [
+        f"step {metrics.step:>{len(str(num_steps))}}/{num_steps}",
+        f"loss {metrics.loss:.4f}",
+        f"norm {metrics.grad_norm:.3f}",
+        f"lr {metrics.lr:.2e}",
+        f"{metrics.tokens_per_s:,.0f} tok/s",
+        f"{metrics.tflops_per_rank:.3g} TFLOP/s per rank",
+        f"MFU {mfu}",
+        f"{max(metrics.memory_gib):.2f} GiB",
+    ]
+    if metrics.expert_load:
+        parts.append(f"expert load max/mean {max(metrics.expert_load.values()):.2f}")
+    return "  ".join(parts)

@@ -1,0 +1,205 @@
+"""Everything a run needs before its first step, made from the recipe: on every rank alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from moesaic import __version__
+from moesaic.checkpoint import TrainState, find_latest, load_checkpoint
+from moesaic.config import DatasetConfig, Fsdp2Config, Recipe, num_micro_batches, save_recipe
+from moesaic.data import BatchLoader, DataReport, EvalLoader, SftDataset, build_sft_dataset, choose_pad_token_id
+from moesaic.meshes import Meshes, build_meshes
+from moesaic.parallel.apply import ParallelOptions, from_pretrained
+from moesaic.runtime import device_type, init_process_group, seed_all, use_determinism
+from moesaic.specs import ModelSpec, registered_specs
+from moesaic.train.optim import build_optimizer, build_scheduler
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EXPORT = "export"
+PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """The samples of a run. ``reports`` say what became of every row of the sources."""
+
+    loader: BatchLoader
+    eval_loader: EvalLoader | None
+    reports: tuple[DataReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that is ready for step ``first_step + 1`` of ``num_steps``."""
+
+    recipe: Recipe
+    meshes: Meshes
+    model: PreTrainedModel
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    data: RunData
+    num_steps: int
+    first_step: int
+
+    @property
+    def output_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.recipe.output_dir)
+
+    @property
+    def state(self) -> TrainState:
+        """What a checkpoint holds."""
+        return TrainState(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, data=self.data.loader)
+
+
+def build_run(recipe: Recipe) -> Run:
+    """Process group, meshes, data, model, optimizer, and the checkpoint to go on from. Every rank must call it.
+
+    Raises:
+        ValueError: what only shows here: bad data, a checkpoint folder in the way, weights that don't fit.
+    """
+    meshes = start(recipe)
+    save_run_facts(recipe, meshes)
+    checkpoint = choose_checkpoint(recipe)
+    data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
+    model = build_model(recipe, meshes)
+    num_steps = recipe.max_steps or recipe.num_train_epochs * data.loader.num_steps_per_epoch
+    optimizer = build_optimizer(model, recipe.optim_config, recipe.learning_rate)
+    scheduler = build_scheduler(optimizer, recipe.lr_scheduler_config, num_steps)
+    state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=data.loader)
+    first_step = 0 if checkpoint is None else load_checkpoint(checkpoint, state)
+    return Run(
+        recipe=recipe,
+        meshes=meshes,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        data=data,
+        num_steps=num_steps,
+        first_step=first_step,
+    )
+
+
+def start(recipe: Recipe) -> Meshes:
+    """Join the process group, seed this rank, build the meshes. Every rank must call it."""
+    if recipe.full_determinism:
+        use_determinism()
+    device = init_process_group(recipe.dist_timeout)
+    logging.getLogger("moesaic").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
+    meshes = build_meshes(
+        device.type,
+        cp_size=recipe.cp_size,
+        tp_size=recipe.tp_size,
+        mp_replicate_size=recipe.mp_replicate_size,
+        ep_size=recipe.ep_size,
+        edp_size=recipe.edp_size,
+    )
+    # Ranks with different tokens draw different noise (dropout); tp peers, which hold the same tokens, draw the same.
+    seed_all(recipe.seed + meshes.tokens.get_local_rank())
+    return meshes
+
+
+def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBase) -> RunData:
+    """Tokenized samples and their loaders, for this rank's place on the dp axis. Not collective."""
+    train_set, train_report = _build_dataset(recipe.train_dataset, tokenizer, recipe.cutoff_len)
+    rank, sizes = meshes.data.get_local_rank("dp"), meshes.sizes
+    pad_token_id = choose_pad_token_id(tokenizer)
+    loader = BatchLoader(
+        train_set,
+        micro_batch_size=recipe.micro_batch_size,
+        global_batch_size=recipe.micro_batch_size * sizes.dp_size * num_micro_batches(recipe, sizes),
+        dp_rank=rank,
+        dp_size=sizes.dp_size,
+        cutoff_len=recipe.cutoff_len,
+        packing=recipe.packing,
+        pad_token_id=pad_token_id,
+        seed=recipe.seed,
+        pad_to_multiple_of=sizes.cp_size,
+    )
+    if recipe.eval_dataset is None:
+        return RunData(loader=loader, eval_loader=None, reports=(train_report,))
+    eval_set, eval_report = _build_dataset(recipe.eval_dataset, tokenizer, recipe.cutoff_len)
+    eval_loader = EvalLoader(
+        eval_set,
+        micro_batch_size=recipe.micro_batch_size,
+        dp_rank=rank,
+        dp_size=sizes.dp_size,
+        cutoff_len=recipe.cutoff_len,
+        packing=recipe.packing,
+        pad_token_id=pad_token_id,
+        pad_to_multiple_of=sizes.cp_size,
+    )
+    return RunData(loader=loader, eval_loader=eval_loader, reports=(train_report, eval_report))
+
+
+def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
+    """The model of the recipe, sharded and loaded. Every rank must call it."""
+    options = ParallelOptions(
+        expert_parallel=not isinstance(recipe.dist_config, Fsdp2Config),
+        ep_dispatcher="eager" if isinstance(recipe.dist_config, Fsdp2Config) else recipe.dist_config.ep_dispatcher,
+        storage_dtype=DTYPES[recipe.storage_dtype],
+        compute_dtype=DTYPES[recipe.compute_dtype],
+        reshard_after_forward=recipe.reshard_after_forward,
+        activation_checkpointing=recipe.activation_checkpointing,
+    )
+    return from_pretrained(recipe.model, meshes, options=options, attn_implementation=recipe.attn_implementation)
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec | None:
+    """The family's registered spec; None on path A for a family that has none."""
+    return registered_specs().get(model.config.model_type)
+
+
+def choose_checkpoint(recipe: Recipe) -> Path | None:
+    """The checkpoint to go on from, or None for a run from the start.
+
+    Raises:
+        ValueError: a run from the start would mix with what an earlier run left in ``output_dir``.
+    """
+    folder = Path(recipe.output_dir)
+    newest = find_latest(folder)
+    if recipe.resume_from_checkpoint is not None:
+        return newest if recipe.resume_from_checkpoint == "auto" else Path(recipe.resume_from_checkpoint)
+    if newest is not None or (folder / EXPORT).exists():
+        raise ValueError(
+            f"output_dir={recipe.output_dir!r}: holds an earlier run ({EXPORT if newest is None else newest.name}); "
+            "go on from it with resume_from_checkpoint=auto, remove it, or choose another output_dir."
+        )
+    return None
+
+
+def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
+    """On rank 0, write what the run is into its folder: ``recipe.yaml``, ``meshes.txt``, ``environment.json``."""
+    if dist.get_rank() != 0:
+        return
+    folder = Path(recipe.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_recipe(recipe, folder / "recipe.yaml")
+    (folder / "meshes.txt").write_text(meshes.table() + "\n", encoding="utf-8")
+    kind = device_type()
+    facts = {
+        "moesaic": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": kind if kind == "cpu" else torch.get_device_module(kind).get_device_name(),
+        "world_size": dist.get_world_size(),
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+    (folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _build_dataset(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
+) -> tuple[SftDataset, DataReport]:
+    return build_sft_dataset(config.path, tokenizer, cutoff_len, split=config.split, format_name=config.format)

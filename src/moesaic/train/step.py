@@ -1,0 +1,80 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+from moesaic.data.batch import Batch
+from moesaic.meshes import Meshes
+from moesaic.ops import host
+from moesaic.train.grad_norm import clip_grad_norm_
+from moesaic.train.losses import count_loss_tokens, token_loss_sum
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        loss_share: 0-D fp32, this rank's token losses over the global token count; summed over the ranks that hold different
+            tokens (``meshes.tokens``) it is the step's loss. Not reduced here: whoever logs it does.
+        grad_norm: global norm before clipping.
+        num_tokens: 0-D int64, loss tokens of the step, global.
+        is_finite: False where the norm was not finite: then no rank has moved its weights, optimizer or schedule.
+    """
+
+    loss_share: Tensor
+    grad_norm: float
+    num_tokens: Tensor
+    is_finite: bool
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The training step. Loss = sum of token losses / global number of loss tokens of the step, whatever the micro-batches,
+# ranks and packing; gradients are summed over ranks (never averaged), so that this one division is the whole scaling.
+# ---------------------------------------------------------------------------------------------------------------------
+def train_step(
+    model: PreTrainedModel,
+    micro_batches: Sequence[Batch],
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    meshes: Meshes,
+    max_grad_norm: float | None,
+) -> StepResult:
+    """Forward, backward, clip, step. Every rank must call it, with equally many micro-batches (some may be empty of loss).
+
+    Args:
+        micro_batches: this rank's, already on the device.
+        max_grad_norm: None doesn't clip.
+    """
+    # Count first: every micro-batch's loss is divided by the tokens of the whole step.
+    local_tokens = torch.stack([count_loss_tokens(batch.labels) for batch in micro_batches]).sum()
+    num_tokens = local_tokens.clone()
+    dist.all_reduce(num_tokens, group=meshes.tokens.get_group())
+    divisor = num_tokens.clamp(min=1)
+
+    # Forward and backward; FSDP sums each micro-batch's gradients into the sharded ones.
+    loss_share = torch.zeros((), device=num_tokens.device)
+    for batch in micro_batches:
+        logits = model(**batch.model_inputs()).logits
+        loss = token_loss_sum(logits, batch.labels) / divisor
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss_share += loss.detach()
+
+    # Norm over all meshes, clip, and move only if every rank can.
+    grad_norm = host.read_float(clip_grad_norm_(model.parameters(), max_grad_norm))
+    is_finite = abs(grad_norm) < float("inf")
+    if is_finite:
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_share, grad_norm, num_tokens, is_finite)

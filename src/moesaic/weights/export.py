@@ -1,0 +1,242 @@
+"""Write a sharded model as Hugging Face safetensors, in the Hub's own keys; no rank ever holds more than one parameter.
+
+plan (export_plan.py, the same on every rank): parameter -> shares -> entries of files, each file with one writer
+run, parameter by parameter: holders send their shards to the share's writer, which appends its entries to its file
+finish, by the first rank: index, configs, tokenizer, rename
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from moesaic.ops.placements import local_shape
+from moesaic.specs import ModelSpec
+from moesaic.weights.agree import find_mesh, raise_together, state_tensors
+from moesaic.weights.export_plan import ExportPlan, FilePlan, Share, build_shares, plan_export
+from moesaic.weights.keys import HubTensor
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+
+
+@torch.no_grad()
+def export_hf(
+    model: PreTrainedModel,
+    folder: str | Path,
+    spec: ModelSpec | None,
+    *,
+    max_shard_gib: float = 4.0,
+    dtype: torch.dtype | None = None,
+    tokenizer_folder: str | Path | None = None,
+) -> None:
+    """Write ``model`` to ``folder`` so that plain ``from_pretrained`` loads it.
+
+    Written to ``<folder>.tmp`` beside and renamed when complete. Every rank of the model's meshes must call, outside
+    forward and backward, and see the same file system. Shards travel by point-to-point messages in the default group. A
+    model without DTensors is written by the calling process alone: call on one rank.
+
+    Args:
+        spec: how the Hub names and stores experts; ``None``: every tensor under the module's own name.
+        max_shard_gib: limit of a file, unless one tensor is larger; files may be smaller.
+        dtype: cast floating-point weights to it (what the family keeps in fp32 stays); default: as they are.
+        tokenizer_folder: copy the tokenizer's files from there.
+
+    Raises:
+        ValueError: ``folder`` isn't empty; before anything is sent.
+        RuntimeError: another rank failed; nothing was renamed.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"folder={str(folder)!r} isn't empty; an export never overwrites. Name another folder or remove it."
+        )
+    if max_shard_gib <= 0:
+        raise ValueError(
+            f"max_shard_gib={max_shard_gib} must be above 0; give the size of a file in GiB, for example 4.0."
+        )
+    state = {name: tensor for name, tensor in state_tensors(model).items() if not _is_left_out(model, name)}
+    mesh = find_mesh(state.values())
+    rank = 0 if mesh is None else dist.get_rank()
+    ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
+    root = ranks[0]
+    dtypes = {name: _file_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
+    shares = build_shares(state, spec, dtypes, ranks)
+    plan = plan_export(shares, max_file_bytes=int(max_shard_gib * 2**30))
+
+    beside = folder.with_name(folder.name + ".tmp")
+    error = _attempt(_make_empty, beside) if rank == root else None
+    raise_together(error, mesh, f"exporting to {folder}")
+    raise_together(_run(plan, state, beside, rank), mesh, f"exporting to {folder}")
+    if rank == root:
+        tokenizer = None if tokenizer_folder is None else Path(tokenizer_folder)
+        error = _attempt(_finish, model, plan, beside, folder, dtype, tokenizer)
+    raise_together(error, mesh, f"exporting to {folder}")
+
+
+def gather_share(share: Share, local: torch.Tensor, writer: int, rank: int, device: str) -> torch.Tensor | None:
+    """The share's box on ``writer``, ``None`` elsewhere. Holders (with their ``local`` tensor) and the writer must call; a
+    holder sends its whole local tensor, the writer receives from one holder after the other.
+
+    Shapes: ``local`` as the rank's shard; result ``share.size``, in ``share.dtype``.
+    """
+    if rank != writer:
+        if any(rank == holder for holder, _ in share.holders):
+            dist.send(_as_bytes(local.to(device=device, dtype=share.dtype)), dst=writer)
+        return None
+    if len(share.holders) == 1 and share.holders[0][0] == rank:
+        return local.to(share.dtype)
+    box = torch.empty(share.size, dtype=share.dtype, device=device)
+    for holder, blocks in share.holders:
+        if holder == rank:
+            received = local
+        else:
+            shape = local_shape(blocks, len(share.size))
+            received = torch.empty(shape, dtype=share.dtype, device=device)
+            dist.recv(_as_bytes(received), src=holder)
+        for block in blocks:
+            where = zip(block.global_slices, share.offset, strict=True)
+            box[tuple(slice(part.start - start, part.stop - start) for part, start in where)] = received[
+                block.local_slices
+            ]
+    return box
+
+
+def _run(plan: ExportPlan, state: Mapping[str, torch.Tensor], folder: Path, rank: int) -> OSError | None:
+    """Gather and write all that this rank takes part in. A failure to write is returned, not raised: this rank still
+    receives what the others send, so that none of them waits for ever."""
+    open_files: dict[int, BinaryIO] = {}
+    num_left = {index: len(file.tensors) for index, file in enumerate(plan.files)}
+    error: OSError | None = None
+    for share, indices in plan.steps:
+        tensor = state[share.name]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+        box = gather_share(share, local, plan.files[indices[0]].writer, rank, device)
+        if box is None:
+            continue
+        for entry, index in zip(share.entries, indices, strict=True):
+            part = box[_entry_slices(entry, share)].reshape(entry.shape)
+            num_left[index] -= 1
+            try:
+                if index not in open_files:
+                    open_files[index] = (folder / plan.file_name(index)).open("wb")
+                    open_files[index].write(_header(plan.files[index]))
+                open_files[index].write(_as_bytes(part).cpu().numpy().data)
+                if not num_left[index]:
+                    open_files.pop(index).close()
+            except OSError as problem:
+                error = error or problem
+    for file in open_files.values():
+        file.close()
+    return error
+
+
+def _header(file: FilePlan) -> bytes:
+    """What precedes the data of a safetensors file. Written by hand because safetensors' own writer wants all tensors of a
+    file at once; here they pass one at a time."""
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for key, (dtype, shape, start) in file.tensors.items():
+        num_bytes = dtype.itemsize * torch.Size(shape).numel()
+        content[key] = {
+            "dtype": SAFETENSORS_DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, start + num_bytes],
+        }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _finish(
+    model: PreTrainedModel,
+    plan: ExportPlan,
+    beside: Path,
+    folder: Path,
+    dtype: torch.dtype | None,
+    tokenizer_folder: Path | None,
+) -> None:
+    """Index, configs, tokenizer; then the rename. By the root rank, when every file is complete."""
+    weight_map = {key: plan.file_name(index) for index, file in enumerate(plan.files) for key in file.tensors}
+    index = {"metadata": {"total_size": sum(file.num_bytes for file in plan.files)}, "weight_map": weight_map}
+    (beside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config = copy.deepcopy(model.config)
+    config.architectures = [next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)).__name__]
+    config.dtype = dtype or model.dtype
+    config.save_pretrained(beside)
+    if model.can_generate():
+        model.generation_config.save_pretrained(beside)
+    if tokenizer_folder is not None:
+        for pattern in TOKENIZER_PATTERNS:
+            for file in sorted(tokenizer_folder.glob(pattern)):
+                if file.is_file():
+                    shutil.copy2(file, beside / file.name)
+    if folder.is_dir():  # empty: checked at the beginning
+        folder.rmdir()
+    beside.rename(folder)
+
+
+def _file_dtype(model: PreTrainedModel, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.dtype
+    kept = model._keep_in_fp32_modules_strict or ()
+    return tensor.dtype if any(part in name for part in kept) else dtype
+
+
+def _is_left_out(model: PreTrainedModel, name: str) -> bool:
+    return name in (model._keys_to_ignore_on_save or ())
+
+
+def _entry_slices(entry: HubTensor, share: Share) -> tuple[slice, ...]:
+    return tuple(
+        slice(start - base, start - base + size)
+        for start, base, size in zip(entry.offset, share.offset, entry.size, strict=True)
+    )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory (a copy where it isn't contiguous) as a flat tensor of bytes: any dtype can be sent and written."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():  # left by an export that was killed
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _attempt(function: Callable[..., None], *args: object) -> Exception | None:
+    """Run; the exception instead of raising it, for ``raise_together``."""
+    try:
+        function(*args)
+    except Exception as problem:
+        return problem
+    return None

@@ -1,0 +1,190 @@
+"""A run that stops and resumes equals one that doesn't; incomplete checkpoints are never found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from moesaic.checkpoint import TrainState, find_latest, load_checkpoint, load_model, save_checkpoint
+from moesaic.config import LrSchedulerConfig, OptimConfig
+from moesaic.train.optim import build_optimizer, build_scheduler
+
+
+class Counter:
+    """A data position that knows how many steps were drawn."""
+
+    def __init__(self) -> None:
+        self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 0, "index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+
+class Tiny(nn.Module):
+    """Two blocks, a tied head, dropout (random state matters), an odd size (uneven shards)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)) for _ in range(2)])
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def build_state(seed: int) -> TrainState:
+    torch.manual_seed(seed)
+    model = Tiny()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), 0.05)
+    scheduler = build_scheduler(optimizer, LrSchedulerConfig(name="cosine", warmup_steps=2), num_steps=8)
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=Counter())
+
+
+def run_steps(state: TrainState, num_steps: int, rank: int) -> list[float]:
+    """Steps whose data comes from the position, and whose noise from all three generators."""
+    losses = []
+    for _ in range(num_steps):
+        state.data.index += 1
+        ids = (torch.arange(5) * state.data.index + rank) % 7
+        noise = torch.rand(()) + random.random() + float(numpy.random.rand())
+        loss = nn.functional.cross_entropy(state.model(ids), ids) * noise
+        loss.backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def whole(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: param.full_tensor().clone() for name, param in state.model.named_parameters()}
+
+
+def stop_and_resume(rank: int, folder: str) -> tuple[Any, ...]:
+    straight = build_state(seed=0)
+    seed_everything(rank)
+    run_steps(straight, 3, rank)
+    path = save_checkpoint(Path(folder), straight, step=3)
+    expected = run_steps(straight, 3, rank)
+
+    resumed = build_state(seed=1)
+    seed_everything(99)
+    step = load_checkpoint(path, resumed)
+    losses = run_steps(resumed, 3, rank)
+    equal = [torch.equal(a, b) for a, b in zip(whole(straight).values(), whole(resumed).values(), strict=True)]
+    moments = [
+        torch.equal(
+            straight.optimizer.state[a]["exp_avg_sq"].to_local(), resumed.optimizer.state[b]["exp_avg_sq"].to_local()
+        )
+        for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    ]
+    return path.name, step, losses, expected, equal, moments, resumed.scheduler.get_last_lr(), resumed.data.index
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_resume_equals_no_stop_bit_for_bit(run_ranks, tmp_path: Path, world_size: int) -> None:
+    for name, step, losses, expected, equal, moments, _, index in run_ranks(stop_and_resume, world_size, str(tmp_path)):
+        assert (name, step, index) == ("step-000003", 3, 6)
+        assert losses == expected
+        assert all(equal) and all(moments)
+
+
+def save_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    state = build_state(seed=0)
+    run_steps(state, 2, rank=0)
+    save_checkpoint(Path(folder), state, step=2)
+    return whole(state)
+
+
+def load_on_rank(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    state, bare = build_state(seed=5), build_state(seed=6)
+    path = find_latest(Path(folder))
+    assert path is not None
+    step = load_checkpoint(path, state)
+    load_model(path, bare.model)
+    return whole(state), whole(bare), step
+
+
+def test_another_number_of_ranks_loads_the_same_values(run_ranks, tmp_path: Path) -> None:
+    saved = run_ranks(save_on_rank, 2, str(tmp_path))[0]
+    for loaded, bare, step in run_ranks(load_on_rank, 3, str(tmp_path)):
+        assert step == 2
+        assert all(torch.equal(loaded[name], value) and torch.equal(bare[name], value) for name, value in saved.items())
+
+
+def rotate_on_rank(rank: int, folder: str) -> list[str]:
+    state = build_state(seed=0)
+    for step in (1, 2, 10, 11):
+        save_checkpoint(Path(folder), state, step=step, keep=2)
+    save_checkpoint(Path(folder), state, step=11, keep=2)  # once more, as after a resume: replaced
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_only_the_newest_are_kept(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(rotate_on_rank, 2, str(tmp_path))[0] == ["step-000010", "step-000011"]
+
+
+def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:
+    assert find_latest(tmp_path) is None
+    for name in ("step-000005", "step-000020.tmp", "step-000030", "step-x"):
+        (tmp_path / name).mkdir()
+    for name in ("step-000005", "step-000020.tmp", "step-x"):
+        (tmp_path / name / ".metadata").touch()
+    assert find_latest(tmp_path) == tmp_path / "step-000005"
+
+
+def load_incomplete(rank: int, folder: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_checkpoint(Path(folder), build_state(seed=0))
+    return str(caught.value)
+
+
+def test_an_incomplete_checkpoint_is_refused(run_ranks, tmp_path: Path) -> None:
+    assert str(tmp_path) in run_ranks(load_incomplete, 1, str(tmp_path))[0]
+
+
+def save_strided(rank: int, folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["fsdp"])  # dim 0 again: a strided shard
+    assert isinstance(model.weight, DTensor)
+    optimizer = build_optimizer(model, OptimConfig(), 0.1)
+    scheduler = build_scheduler(optimizer, LrSchedulerConfig(), 1)
+    with pytest.raises(ValueError) as caught:
+        save_checkpoint(
+            Path(folder), TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=Counter()), step=1
+        )
+    return str(caught.value)
+
+
+def test_a_strided_shard_is_refused_by_name(run_ranks, tmp_path: Path) -> None:
+    message = run_ranks(save_strided, 4, str(tmp_path))[0]
+    assert message.startswith("weight (1 parameters in all)")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,93 @@
+"""Every topology computes what one process computes: loss, every gradient, norms, and weights after two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moesaic.parallel.apply import ParallelOptions
+from tests.oracle.cells import Cell, assert_within_tolerance, run_cell
+from tests.oracle.reference import Case, Reference, load_reference
+from tests.pool import RunRanks
+
+PATH_A = ParallelOptions(expert_parallel=False)
+CHECKPOINTED = ParallelOptions(activation_checkpointing=True)
+
+QWEN3, QWEN2, MIXTRAL = Case(), Case(family="qwen2_moe"), Case(family="mixtral")
+
+CELLS: dict[str, tuple[Case, Cell]] = {
+    # Ranks and axes.
+    "one-rank": (QWEN3, Cell(world_size=1)),
+    "ep1-efsdp2": (QWEN3, Cell(world_size=2)),
+    "ep2-efsdp1-all-ranks-are-ep": (QWEN3, Cell(world_size=2, sizes={"ep_size": 2})),
+    "ep4-efsdp1-all-ranks-are-ep": (QWEN3, Cell(world_size=4, sizes={"ep_size": 4})),
+    "ep1-efsdp4": (QWEN3, Cell(world_size=4)),
+    "ep2-efsdp2": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2})),
+    "ep4-efsdp2-8-ranks": (QWEN3, Cell(world_size=8, sizes={"ep_size": 4})),
+    # Replicas: of both, and of the experts or of the dense parameters alone.
+    "hsdp2-ep2": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2})),
+    "hsdp2-ep4-edp1": (QWEN3, Cell(world_size=4, sizes={"ep_size": 4, "mp_replicate_size": 2, "edp_size": 1})),
+    "edp2-ep2": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2, "edp_size": 2})),
+    "hsdp2-ep2-efsdp2-8-ranks": (QWEN3, Cell(world_size=8, sizes={"ep_size": 2, "mp_replicate_size": 2})),
+    # Path A: FSDP2 alone.
+    "path-a-2": (QWEN3, Cell(world_size=2, options=PATH_A)),
+    "path-a-4": (QWEN3, Cell(world_size=4, options=PATH_A)),
+    "path-a-hsdp2": (QWEN3, Cell(world_size=4, sizes={"mp_replicate_size": 2}, options=PATH_A)),
+    "path-a-7-experts": (Case(num_experts=7), Cell(world_size=4, options=PATH_A)),
+    # Experts that don't divide.
+    "7-experts-ep4": (Case(num_experts=7), Cell(world_size=4, sizes={"ep_size": 4})),
+    "7-experts-ep2-efsdp2": (Case(num_experts=7), Cell(world_size=4, sizes={"ep_size": 2})),
+    "more-shards-than-experts": (Case(num_experts=2), Cell(world_size=4, sizes={"ep_size": 2})),
+    # Tokens.
+    "expert-and-rank-receive-nothing": (Case(vocabulary=2), Cell(world_size=4, sizes={"ep_size": 4})),
+    "rank-without-loss-tokens": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, shares=(8, 0, 5, 3))),
+    "uneven-tokens": (QWEN3, Cell(world_size=4, sizes={"ep_size": 4}, shares=(1, 9, 2, 4))),
+    "accumulation-4": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, num_micro_batches=4)),
+    "packed": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, layout="packed")),
+    "packed-accumulation-2": (QWEN3, Cell(world_size=4, sizes={"ep_size": 4}, layout="packed", num_micro_batches=2)),
+    # Memory.
+    "checkpointed-ep2": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, options=CHECKPOINTED)),
+    "checkpointed-ep4-packed": (
+        QWEN3,
+        Cell(world_size=4, sizes={"ep_size": 4}, options=CHECKPOINTED, layout="packed", num_micro_batches=2),
+    ),
+    "checkpointed-path-a": (
+        QWEN3,
+        Cell(world_size=2, options=ParallelOptions(expert_parallel=False, activation_checkpointing=True)),
+    ),
+    "no-reshard": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, options=ParallelOptions(reshard_after_forward=False))),
+    # Models.
+    "tied-embeddings": (Case(tied=True), Cell(world_size=4, sizes={"ep_size": 2})),
+    "tied-embeddings-path-a": (Case(tied=True), Cell(world_size=2, options=PATH_A)),
+    "qwen2-shared-expert-ep2": (QWEN2, Cell(world_size=4, sizes={"ep_size": 2})),
+    "qwen2-shared-expert-ep4-checkpointed": (QWEN2, Cell(world_size=4, sizes={"ep_size": 4}, options=CHECKPOINTED)),
+    "qwen2-hsdp2-ep2": (QWEN2, Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2})),
+    "qwen2-path-a": (QWEN2, Cell(world_size=2, options=PATH_A)),
+    "mixtral-ep2": (MIXTRAL, Cell(world_size=4, sizes={"ep_size": 2})),
+}
+
+
+@pytest.fixture(scope="session")
+def reference_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+def reference_of(case: Case, root: Path) -> Reference:
+    return load_reference(case, root)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_parity_with_one_process(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
+    case, cell = CELLS[name]
+    for errors in run_ranks(run_cell, cell.world_size, cell, reference_of(case, reference_root)):
+        assert_within_tolerance(errors)
+
+
+def test_experts_and_ranks_without_tokens_occur(run_ranks: RunRanks, reference_root: Path) -> None:
+    """The cell above that is named after them really has them: counted where the tokens arrive."""
+    case, cell = CELLS["expert-and-rank-receive-nothing"]
+    results = run_ranks(run_cell, cell.world_size, cell, reference_of(case, reference_root))
+    for layer in results[0]["load"]:
+        per_rank = [int(result["load"][layer].sum()) for result in results]
+        assert 0 in per_rank, results

@@ -1,0 +1,117 @@
+"""Formulas and the files that metrics are written to."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moesaic.data.batch import Batch
+from moesaic.specs import find_spec
+from moesaic.train.flops import flops_per_token, model_flops_per_token, num_active_params, peak_flops_per_s
+from moesaic.train.metrics import MetricsWriter, StepMetrics, count_tokens, memory_bytes
+
+METRICS = StepMetrics(
+    step=3,
+    epoch=1,
+    loss=1.25,
+    grad_norm=0.5,
+    lr=1e-4,
+    num_loss_tokens=17,
+    step_time_s=0.25,
+    tokens_per_s=1234.0,
+    tflops_per_rank=0.5,
+    mfu=None,
+    memory_gib=[1.0, 2.0],
+    expert_load={"layers.0": 1.5, "layers.1": 2.5},
+)
+
+
+def test_flops_formula_is_the_documented_example() -> None:
+    assert flops_per_token(10, num_layers=2, attention_size=4, seq_len=8) == 828
+
+
+def build_tiny_moe(tie: bool) -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(
+        hidden_size=8, moe_intermediate_size=4, num_experts=4, num_experts_per_tok=1, num_hidden_layers=2, head_dim=4,
+        num_attention_heads=2, num_key_value_heads=1, vocab_size=16, tie_word_embeddings=tie,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_active_params_count_a_quarter_of_the_experts_and_the_head_once(tie: bool) -> None:
+    model = build_tiny_moe(tie)
+    per_layer = 8 * 8 + 2 * (8 * 4) + 8 * 8 + 2 * 4  # q, k and v, o, their two norms
+    per_layer += 2 * 8 + 4 * 8  # norms, router
+    per_layer += 3 * 8 * 4  # one of four experts
+    expected = 2 * per_layer + 8 + 16 * 8
+    assert num_active_params(model, find_spec("qwen3_moe"), top_k_share=1 / 4) == expected
+    assert model_flops_per_token(model, find_spec("qwen3_moe"), seq_len=32) == 6 * expected + 12 * 2 * 8 * 32
+
+
+def test_active_params_of_a_model_without_experts() -> None:
+    assert num_active_params(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), None, 1.0) == 8
+
+
+def test_peak_is_known_by_name_and_unknown_otherwise() -> None:
+    assert peak_flops_per_s("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops_per_s("Some Other Device") is None
+    assert peak_flops_per_s(None) is None
+
+
+def test_padding_is_not_counted() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    padded = Batch(
+        input_ids=ids, labels=ids, position_ids=ids, attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]])
+    )
+    assert count_tokens(padded) == 4
+    assert count_tokens(replace(padded, attention_mask=None)) == 6
+
+
+def test_memory_is_in_bytes() -> None:
+    assert 2**26 < memory_bytes() < 2**38  # an interpreter with torch; KiB or pages would fall out of this
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_writer_fills_console_jsonl_and_tensorboard(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    writer = MetricsWriter(tmp_path, num_steps=10, console=Console(file=screen, width=300))
+    writer.write_step(METRICS)
+    writer.write_eval(3, loss=2.5, num_loss_tokens=40)
+    writer.close()
+    train_line, eval_line = read_lines(tmp_path / "metrics.jsonl")
+    assert train_line["kind"] == "train" and train_line["loss"] == 1.25 and train_line["memory_gib"] == [1.0, 2.0]
+    assert train_line["expert_load"] == {"layers.0": 1.5, "layers.1": 2.5}
+    assert eval_line == {"kind": "eval", "step": 3, "loss": 2.5, "num_loss_tokens": 40}
+    assert screen.getvalue().splitlines() == [
+        "step  3/10  loss 1.2500  norm 0.500  lr 1.00e-04  1,234 tok/s  0.5 TFLOP/s per rank  MFU n/a  2.00 GiB  "
+        "expert load max/mean 2.50",
+        "step  3/10  held-out loss 2.5000",
+    ]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("eval/loss")] == [(3, 2.5)]
+    assert board.Scalars("train/expert_load/layers.1")[0].value == 2.5
+    assert board.Scalars("train/memory_gib_max")[0].value == 2.0
+    assert "train/mfu" not in board.Tags()["scalars"]
+
+
+def test_a_resumed_writer_appends(tmp_path: Path) -> None:
+    for step in (3, 4):
+        writer = MetricsWriter(tmp_path, num_steps=10, first_step=step - 1, console=Console(file=io.StringIO()))
+        writer.write_step(replace(METRICS, step=step))
+        writer.close()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [3, 4]
