@@ -1,7 +1,7 @@
 """The house rules as functions from a file's path and source to what breaks them. Pure: nothing is imported or run.
 
-``path`` is the file's place under ``src/moesaic`` (``ops/permute.py``), or from the repository's root where a rule is for
-all Python files. Heuristics lean to letting things pass; what they do catch is a fault or needs a better name.
+``path`` is the file's place under ``src/moesaic``, e.g. ``ops/permute.py``. Heuristics lean to letting things pass;
+what they do catch is a fault or needs a better name.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ IMPORT_ORDER = (
     "report",
     "cli",
 )
+
+# The package's own files, which may reach everything.
+FACADES = ("__init__.py", "__main__.py")
 
 # Where device values must not reach the host, but through ops/host.py.
 HOST_READ_SCOPE = ("ops", "dispatch", "parallel")
@@ -75,11 +78,6 @@ def package_of(path: str) -> str:
     return PurePosixPath(path).parts[0].removesuffix(".py")
 
 
-def is_facade(path: str) -> bool:
-    """True for the package's own ``__init__`` and ``__main__``, which may reach everything."""
-    return path in ("__init__.py", "__main__.py")
-
-
 def imports_of(tree: ast.Module) -> Iterator[Import]:
     """Every import of the file, also inside functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
@@ -91,7 +89,7 @@ def imports_of(tree: ast.Module) -> Iterator[Import]:
 
 def import_order(path: str, tree: ast.Module) -> Iterator[str]:
     """Imports go one way, down IMPORT_ORDER."""
-    if is_facade(path):
+    if path in FACADES:
         return
     own = package_of(path)
     if own not in IMPORT_ORDER:
@@ -102,6 +100,8 @@ def import_order(path: str, tree: ast.Module) -> Iterator[str]:
         if parts[0] != "moesaic":
             continue
         target = parts[1] if len(parts) > 1 else found.name
+        if found.module == "moesaic" and (found.name == "__version__" or own == IMPORT_ORDER[-1]):
+            continue  # the version is the facade's own; the last in the order may use the package as its users do
         if target not in IMPORT_ORDER:
             yield f"{found.line}: import {found.name or found.module} from the file that defines it, not from moesaic"
         elif IMPORT_ORDER.index(target) > IMPORT_ORDER.index(own):
@@ -164,10 +164,16 @@ def host_reads(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: .to('cpu') reads the device; ops/host.py::read_ints does"
             elif node.func.attr == "where" and len(node.args) == 1 and not node.keywords:
                 yield f"{node.lineno}: where() of one argument is nonzero()"
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and not is_type(node.value):
             parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             if any(looks_like_mask(part) for part in parts):
                 yield f"{node.lineno}: indexing by a mask has a size that only the device knows"
+
+
+def is_type(node: ast.expr) -> bool:
+    """``tuple`` of ``tuple[int | None]``, ``Callable``: a subscript of it is an annotation."""
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name[:1].isupper() or name in ("tuple", "list", "dict", "set", "frozenset", "type")
 
 
 def looks_like_mask(node: ast.expr) -> bool:

@@ -9,9 +9,9 @@ means forking a process that has imported torch and transformers already; worker
 milliseconds. Between two calls a worker forgets whatever was made of process groups and meshes, and seeds start afresh.
 
 Arguments and results are pickled, tensors by value: no shared memory, no file descriptors. Warnings are errors in
-workers as in pytest. A rank that raises, dies or doesn't return in time ends the call with ``RankFailed``: its traceback
-(or where it hangs) comes last in the message; the whole pool is then killed, since the other ranks may wait in a
-collective for ever, and the next call starts a new one.
+workers as in pytest. A rank that raises, dies or does not return in time ends the call with ``RankFailed``; its
+traceback, or where it hangs, comes last in the message. The whole pool is then killed, since the other ranks may wait
+in a collective for ever, and the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -289,8 +289,8 @@ def run_job(job: Job, payload: bytes, store: Any) -> bytes:
 def forget_meshes() -> None:
     """Drop what torch keeps of meshes beyond their process groups.
 
-    DTensor's caches hold output specs, with their mesh, by an equality of meshes that ignores process groups. Group names
-    start afresh with each default group, so an equal mesh of an earlier job would name other ranks' groups.
+    DTensor's caches hold output specs, with their mesh, by an equality of meshes that ignores process groups. Names of
+    groups start afresh with each default group, so an equal mesh of an earlier job would name other ranks' groups.
     """
     import torch.distributed.tensor._random as dtensor_random
     from torch.distributed.tensor import _redistribute as dtensor_redistribute

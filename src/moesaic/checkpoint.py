@@ -26,10 +26,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from moesaic.ops.placements import shard_dim
 from moesaic.runtime import device_type
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,13 @@ _NAME = re.compile(r"step-(\d+)")
 class Position(Protocol):
     """What knows how far the data has been read; equal on every rank."""
 
-    def state_dict(self) -> dict[str, int]: ...
+    def state_dict(self) -> dict[str, int]:
+        """Where the next step starts."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, int], /) -> None: ...
+    def load_state_dict(self, state: Mapping[str, int], /) -> None:
+        """Go on from there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +189,16 @@ def _set_rng_state(state: Mapping[str, Any]) -> None:
         torch.get_device_module(device_type()).set_rng_state(state["device"])
 
 
+def _is_sharded_twice(param: DTensor) -> bool:
+    """Whether two axes shard one dim. It doesn't depend on the rank, as whether its rows lie apart would."""
+    dims = [dim for placement in param.placements if (dim := shard_dim(placement)) is not None]
+    return len(set(dims)) < len(dims)
+
+
 def _refuse_strided(model: nn.Module) -> None:
     """DCP takes a ``_StridedShard``'s rows, which lie apart, for one contiguous chunk, and would mix them up."""
     strided = [
-        name
-        for name, param in model.named_parameters()
-        if isinstance(param, DTensor) and any(isinstance(placement, _StridedShard) for placement in param.placements)
+        name for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_sharded_twice(param)
     ]
     if strided:
         raise ValueError(

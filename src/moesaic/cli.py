@@ -59,9 +59,7 @@ def _options(
 def check(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    world: Annotated[
-        int | None, typer.Option("--world", min=1, help="Ranks; default: as the recipe implies.")
-    ] = None,
+    world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks; default: as the recipe implies.")] = None,
 ) -> None:
     """Check a recipe without starting anything: exit code 2 and every problem at once, or the resolved sizes."""
     checked = _load(recipe, overrides, world)
@@ -116,9 +114,7 @@ def upcycle(
     num_experts: Annotated[int, typer.Option(help="Experts of each sparse layer.")] = 8,
     top_k: Annotated[int, typer.Option(help="Experts that each token visits.")] = 2,
     layers: Annotated[str, typer.Option(help="all, every:N, or numbers from 0: 4,9,14.")] = "all",
-    noise: Annotated[
-        float, typer.Option(help="Noise on expert weights, relative to their spread.")
-    ] = 0.0,
+    noise: Annotated[float, typer.Option(help="Noise on expert weights, relative to their spread.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of routers and noise.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the source's.")] = None,
 ) -> None:

@@ -263,7 +263,8 @@ def _failure_report(error: Any, log_dir: Path, run_id: str) -> str:
         return f"rank {rank} failed: exit code {failure.exitcode}, no traceback was recorded"
     rank = int(files[0].parent.name)
     trace = json.loads(files[0].read_text())["message"]["extraInfo"]["py_callstack"]
-    others = f"{len(files) - 1} more ranks failed after it, see {files[0].parents[1]}\n" if len(files) > 1 else ""
+    later = ", ".join(file.parent.name for file in files[1:])
+    others = f"also failed, later: rank {later}; see {files[0].parents[1]}\n" if later else ""
     return f"{others}rank {rank} failed\n{trace}"
 
 

@@ -62,7 +62,7 @@ def start(tmp_path: Path):
     yield start_mode
     for process in processes:
         process.kill()
-        process.wait()
+        process.communicate()  # waits, and closes its pipes
 
 
 def read_pids(process: subprocess.Popen[str]) -> list[int]:

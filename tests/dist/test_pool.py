@@ -54,7 +54,7 @@ def warn(rank: int) -> None:
 
 
 def sum_over_mesh(rank: int, are_others_first: bool) -> float:
-    """Sum of a DTensor sharded along one axis of a (2, 2) mesh, whose groups are the first of the job, or come later."""
+    """Sum of a DTensor sharded along one axis of a (2, 2) mesh; other groups may take the first names of the job."""
     if are_others_first:
         dist.new_group([0, 3])
         dist.new_group([1, 2])
@@ -126,7 +126,7 @@ def test_warnings_are_errors_in_workers(run_ranks: RunRanks) -> None:
 
 
 def test_an_equal_mesh_of_an_earlier_job_leaves_no_trace(run_ranks: RunRanks) -> None:
-    # Without forget_meshes a cached mesh of the first job is used, whose group names are other ranks' by then, or nobody's.
+    # Without forget_meshes, a cached mesh of the first job is used; its group names are by then others', or nobody's.
     for are_others_first in (False, True, False):
         assert run_ranks(sum_over_mesh, 4, are_others_first) == [56.0] * 4
 

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.parallel.apply import ParallelOptions
 from tests.oracle.cells import Cell, assert_within_tolerance, run_cell
-from tests.oracle.reference import Case, Reference, load_reference
+from tests.oracle.reference import Case, load_reference
 from tests.pool import RunRanks
 
 PATH_A = ParallelOptions(expert_parallel=False)
@@ -57,6 +57,14 @@ CELLS: dict[str, tuple[Case, Cell]] = {
         Cell(world_size=2, options=ParallelOptions(expert_parallel=False, activation_checkpointing=True)),
     ),
     "no-reshard": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, options=ParallelOptions(reshard_after_forward=False))),
+    "ignored-modules-are-replicated": (
+        QWEN3,
+        Cell(
+            world_size=4,
+            sizes={"ep_size": 2},
+            options=ParallelOptions(fsdp_ignored_modules=("model.layers.*.self_attn", "model.embed_tokens")),
+        ),
+    ),
     # Models.
     "tied-embeddings": (Case(tied=True), Cell(world_size=4, sizes={"ep_size": 2})),
     "tied-embeddings-path-a": (Case(tied=True), Cell(world_size=2, options=PATH_A)),
@@ -68,26 +76,17 @@ CELLS: dict[str, tuple[Case, Cell]] = {
 }
 
 
-@pytest.fixture(scope="session")
-def reference_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
-def reference_of(case: Case, root: Path) -> Reference:
-    return load_reference(case, root)
-
-
 @pytest.mark.parametrize("name", CELLS)
 def test_parity_with_one_process(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
     case, cell = CELLS[name]
-    for errors in run_ranks(run_cell, cell.world_size, cell, reference_of(case, reference_root)):
+    for errors in run_ranks(run_cell, cell.world_size, cell, load_reference(case, reference_root)):
         assert_within_tolerance(errors)
 
 
 def test_experts_and_ranks_without_tokens_occur(run_ranks: RunRanks, reference_root: Path) -> None:
     """The cell above that is named after them really has them: counted where the tokens arrive."""
     case, cell = CELLS["expert-and-rank-receive-nothing"]
-    results = run_ranks(run_cell, cell.world_size, cell, reference_of(case, reference_root))
+    results = run_ranks(run_cell, cell.world_size, cell, load_reference(case, reference_root))
     for layer in results[0]["load"]:
         per_rank = [int(result["load"][layer].sum()) for result in results]
         assert 0 in per_rank, results

@@ -55,12 +55,12 @@ def test_active_params_count_a_quarter_of_the_experts_and_the_head_once(tie: boo
     per_layer += 2 * 8 + 4 * 8  # norms, router
     per_layer += 3 * 8 * 4  # one of four experts
     expected = 2 * per_layer + 8 + 16 * 8
-    assert num_active_params(model, find_spec("qwen3_moe"), top_k_share=1 / 4) == expected
+    assert num_active_params(model, find_spec("qwen3_moe"), top_k=1) == expected
     assert model_flops_per_token(model, find_spec("qwen3_moe"), seq_len=32) == 6 * expected + 12 * 2 * 8 * 32
 
 
 def test_active_params_of_a_model_without_experts() -> None:
-    assert num_active_params(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), None, 1.0) == 8
+    assert num_active_params(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), None, 1) == 8
 
 
 def test_peak_is_known_by_name_and_unknown_otherwise() -> None:
@@ -72,9 +72,7 @@ def test_peak_is_known_by_name_and_unknown_otherwise() -> None:
 
 def test_padding_is_not_counted() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    padded = Batch(
-        input_ids=ids, labels=ids, position_ids=ids, attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]])
-    )
+    padded = Batch(input_ids=ids, labels=ids, position_ids=ids, attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))
     assert count_tokens(padded) == 4
     assert count_tokens(replace(padded, attention_mask=None)) == 6
 

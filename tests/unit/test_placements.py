@@ -1,4 +1,4 @@
-"""Blocks of sharded tensors against DTensor and FSDP2 themselves: every rank's block must be what that rank really holds."""
+"""Blocks of sharded tensors against DTensor and FSDP2 themselves: a rank's blocks must be what it really holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moesaic.ops.placements import Block, blocks_at, local_blocks, local_shape, shard_dim
+from moesaic.ops.placements import Block, blocks_at, find_run_axis, local_blocks, local_shape, shard_dim
 
 R = Replicate()
 
@@ -92,7 +92,7 @@ def test_blocks_are_what_dtensor_gives(
             mesh = init_device_mesh("cpu", mesh_shape)
             local = full
             for axis, placement in enumerate(placements):  # the definition: axis by axis from the left
-                if not isinstance(placement, Replicate):
+                if isinstance(placement, (Shard, _StridedShard)):
                     chunks, _ = placement._split_tensor(local, mesh_shape[axis], with_padding=False)
                     local = chunks[mesh.get_local_rank(axis)]
             blocks = local_blocks(shape, mesh, placements)
@@ -144,6 +144,16 @@ def test_blocks_are_what_fully_shard_holds(num_experts: int, edp: int, efsdp: in
         for block in blocks:
             covered[block.global_slices] += 1
     assert (covered == edp).all()
+
+
+def test_the_axis_of_contiguous_runs() -> None:
+    assert find_run_axis((Shard(1), Shard(0)), 0) == 1
+    assert find_run_axis((strided(0, 2), Shard(0)), 0) == 1
+    assert find_run_axis((Shard(0), R), 0) == 0
+    assert find_run_axis((Shard(0), Shard(0)), 0) is None
+    assert find_run_axis((strided(0, 2), R), 0) is None
+    assert find_run_axis((Shard(0), strided(0, 2)), 0) is None
+    assert find_run_axis((Shard(1), R), 0) is None
 
 
 def test_example_of_the_docstring() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from moesaic.weights import load_weights
 from tests.unit.tiny_checkpoints import MODEL_TYPES, assert_same_state, counted_reads, save_tiny
 
 
-def build(folder: Path, dtype: torch.dtype = torch.float32):
+def build(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     model = build_on_meta(folder, attn_implementation=None, dtype=dtype)
     materialize(model, "cpu")
     return model
 
 
-def edit(folder: Path, change) -> None:
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

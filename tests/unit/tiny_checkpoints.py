@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models of each family, saved by transformers itself; and a count of the bytes read from safetensors."""
+"""Tiny Hugging Face models of each family, saved by transformers itself; a count of bytes read from safetensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # of the reference loads, which would fill the log of a parallel run
 
 MODEL_TYPES = ("qwen3_moe", "qwen2_moe", "mixtral", "qwen3_5_moe_text")
 SIZES = {

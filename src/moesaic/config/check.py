@@ -29,7 +29,6 @@ ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
         "dist_config.ep_dispatcher": "eager",
         "dist_config.fsdp_implementation": "native",
         "dist_config.hook_modules": (),
-        "dist_config.fsdp_ignored_modules": (),
     }
 )
 

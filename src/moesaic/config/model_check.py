@@ -34,7 +34,7 @@ def model_problems(recipe: Recipe) -> Iterable[Problem]:
         return
     num_experts = _count_experts(config, spec)
     if num_experts is None:
-        rule = f"its config.json has no {spec.num_experts_field} of at least 1, which {spec.name} needs"
+        rule = f"its config.json has no {' or '.join(spec.num_experts_fields)} of at least 1, which {spec.name} needs"
         yield Problem(field="model", value=recipe.model, rule=rule, remedy="name a folder with a complete config.json")
         return
     problem = expert_split_problem(num_experts, recipe.ep_size)
@@ -65,7 +65,8 @@ def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:
     """Routed experts per layer. A model with several parts (text and images) has the number under ``text_config``."""
     text_config = config.get("text_config")
     for part in (config, text_config if isinstance(text_config, dict) else {}):
-        count = part.get(spec.num_experts_field)
-        if isinstance(count, int) and count >= 1:
-            return count
+        for field in spec.num_experts_fields:
+            count = part.get(field)
+            if isinstance(count, int) and count >= 1:
+                return count
     return None

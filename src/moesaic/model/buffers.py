@@ -16,12 +16,12 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
     """Move ``model`` from meta to ``device``, in place. Parameters may already be DTensors (after ``fully_shard``).
 
     Parameters get storage and no values: load weights next. Tied tensors are tied again. Buffers get the values that
-    transformers' own ``_init_weights`` gives them, in the dtype in which the module made them (rotary frequencies: fp32).
-    The random state is left as it was.
+    transformers' own ``_init_weights`` gives them, in the dtype in which the module made them (rotary frequencies:
+    fp32). The random state is left as it was. No communication.
 
     Raises:
-        ValueError: a non-persistent buffer that ``_init_weights`` doesn't fill, or a tensor that is neither parameter nor
-            buffer and so can't be moved; all of them, by name.
+        ValueError: a non-persistent buffer that ``_init_weights`` doesn't fill, or a tensor that is neither parameter
+            nor buffer and so can't be moved; all of them, by name.
     """
     ties = _tied_groups(model)
     model.to_empty(device=device)
@@ -35,8 +35,8 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
             unfilled.append(f"{name} (a non-persistent buffer)")
     if unfilled:
         raise ValueError(
-            f"{type(model).__name__} can't be built on meta: nothing computes {unfilled}. Its _init_weights must fill every "
-            "non-persistent buffer; use a transformers version in which it does."
+            f"{type(model).__name__} can't be built on meta: nothing computes {unfilled}. Its _init_weights must fill "
+            "every non-persistent buffer; use a transformers version in which it does."
         )
 
 
@@ -45,12 +45,12 @@ def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     parameters = list(model.parameters())
     with _random_state_kept(device):
         for parameter in parameters:
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = True
         for module in model.modules():
-            module._is_hf_initialized = False  # type: ignore[assignment]
+            module._is_hf_initialized = False
         model.initialize_weights()
         for parameter in parameters:
-            del parameter._is_hf_initialized  # type: ignore[attr-defined]
+            del parameter._is_hf_initialized
 
 
 @contextlib.contextmanager

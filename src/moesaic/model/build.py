@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The causal language model of a folder's ``config.json``, on meta, in training mode.
 
-    Attention, experts and generation settings are those that ``AutoModelForCausalLM.from_pretrained`` would pick; so is the
-    dtype of what the family keeps in fp32. ``use_cache`` is left as configured.
+    Attention, experts and generation settings are those that ``AutoModelForCausalLM.from_pretrained`` would pick; so is
+    the dtype of what the family keeps in fp32. ``use_cache`` is left as configured.
 
     Args:
         path: a model folder, or a config (copied; its generation settings are then derived from it alone).
@@ -41,11 +42,16 @@ def build_on_meta(
     return model
 
 
-def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def find_fp32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """What the family keeps in fp32 where the rest of ``model`` is in ``dtype``: search it in a tensor's name."""
     plan = model._get_dtype_plan(dtype)
-    if not plan:
+    return build_glob_alternation(list(plan))[0] if plan else None
+
+
+def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    pattern = find_fp32_names(model, dtype)
+    if pattern is None:
         return
-    pattern, _, _ = build_glob_alternation(list(plan))
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if pattern.search(f"{module_name}.{name}"):

@@ -1,6 +1,6 @@
-"""Exact blocks of a sharded tensor: which part of the global tensor a rank holds, and where in its local tensor it lies.
+"""Exact blocks of a sharded tensor: what a rank holds of the global tensor, and where in its local tensor it lies.
 
-Placements are read as FSDP2 lays parameters out, which a ``_StridedShard`` describes: the axes to its right shard first.
+Placements are read as FSDP2 lays parameters out, which a ``_StridedShard`` describes: axes to its right shard first.
 One dim of one rank is then a list of intervals; their product over the dims is a list of n-D blocks.
 
 Example, shape (8,), mesh (efsdp 2, ep 2), placements (_StridedShard(0, split_factor=2), Shard(0)):
@@ -59,6 +59,15 @@ def shard_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
+def find_run_axis(placements: Sequence[Placement], dim: int) -> int | None:
+    """The mesh axis along which ``dim`` is split into contiguous runs, each held by the ranks of one coordinate on it;
+    ``None`` where there is none. Example: ep in (efsdp: ``_StridedShard(0)``, ep: ``Shard(0)``)."""
+    axes = [axis for axis, placement in enumerate(placements) if shard_dim(placement) == dim]
+    plain = [axis for axis in axes if isinstance(placements[axis], Shard)]
+    # A strided axis was applied after the one plain axis to its right; two plain ones would interleave the runs.
+    return plain[0] if len(plain) == 1 and plain[0] == axes[-1] else None
+
+
 def local_blocks(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Block, ...]:
     """The blocks that the calling rank holds of a tensor of global ``shape``; no communication.
 
@@ -71,7 +80,7 @@ def local_blocks(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
 def blocks_at(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[Block, ...]:
-    """``local_blocks`` of the rank at ``coordinate`` of a mesh of ``mesh_shape``. Pure: plans for other ranks are made here."""
+    """``local_blocks`` of the rank at ``coordinate`` of a mesh of ``mesh_shape``. Pure: for plans about other ranks."""
     assert len(mesh_shape) == len(coordinate) == len(placements), (mesh_shape, coordinate, placements)
     assert not any(placement.is_partial() for placement in placements), f"no blocks of a partial tensor: {placements}"
     per_dim = [_intervals(dim, size, mesh_shape, coordinate, placements) for dim, size in enumerate(shape)]
@@ -116,9 +125,9 @@ def _intervals(
 def _right_to_left(axes: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[int] | None:
     """The order in which FSDP2 sharded one dim, ``None`` where the placements don't say so.
 
-    A strided axis whose split factor is the product of all axes to its right was applied after them. Taking it so matters
-    where chunks are uneven: 7 rows, (efsdp 3, ep 2): ep gives 4 and 3, efsdp 2 2 0 and 1 1 1; reading the axes from the
-    left, as DTensor does, gives rank (2, 0) the row that rank (2, 1) really holds.
+    A strided axis whose split factor is the product of all axes to its right was applied after them. Taking it so
+    matters where chunks are uneven: 7 rows, (efsdp 3, ep 2): ep gives 4 and 3, efsdp 2 2 0 and 1 1 1; reading the axes
+    from the left, as DTensor does, gives rank (2, 0) the row that rank (2, 1) really holds.
     """
     order: list[int] = []
     for axis in reversed(axes):
@@ -133,8 +142,8 @@ def _right_to_left(axes: Sequence[int], mesh_shape: Sequence[int], placements: S
 
 
 def _chunk(held: Sequence[Interval], num_pieces: int, num_chunks: int, index: int) -> list[Interval]:
-    """Cut ``held`` into ``num_pieces`` (``torch.chunk``: ceil-sized, trailing ones short or empty), keep chunk ``index``
-    of ``num_chunks`` of each."""
+    """Cut ``held`` into ``num_pieces`` (as ``torch.chunk`` does: trailing ones short or empty) and keep, of each, chunk
+    ``index`` of ``num_chunks``."""
     result: list[Interval] = []
     for piece in range(num_pieces):
         piece_start, piece_end = _chunk_range(sum(length for _, length in held), num_pieces, piece)

@@ -18,7 +18,7 @@ from moesaic.model.build import build_on_meta
 from moesaic.parallel.activation_checkpointing import apply_activation_checkpointing
 from moesaic.parallel.efsdp import FSDPPlan, expert_fully_shard_modules, set_gradient_sum
 from moesaic.parallel.experts import ExpertPlan, expert_parallelize_modules, find_expert_modules
-from moesaic.parallel.outer import apply_fsdp2, apply_outer_fsdp, find_blocks
+from moesaic.parallel.outer import apply_fsdp2, apply_outer_fsdp, find_blocks, replicate_modules
 from moesaic.parallel.prefetch import set_prefetch_order
 from moesaic.specs import ModelSpec, find_spec, registered_specs
 from moesaic.weights.load import load_weights
@@ -35,6 +35,7 @@ class ParallelOptions:
         compute_dtype: dtype of gathered parameters and activations; gradients are reduced in fp32.
         reshard_after_forward: free gathered parameters between forward and backward.
         activation_checkpointing: recompute blocks in backward, with their routing kept.
+        fsdp_ignored_modules: globs of modules that are kept whole on every rank (path B); gradients are still summed.
     """
 
     expert_parallel: bool = True
@@ -43,6 +44,7 @@ class ParallelOptions:
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
     activation_checkpointing: bool = False
+    fsdp_ignored_modules: tuple[str, ...] = ()
 
     @property
     def fsdp_plan(self) -> FSDPPlan:
@@ -100,7 +102,7 @@ def parallelize(
     blocks = find_blocks(model)
     if options.expert_parallel:
         assert spec is not None, "path B needs a spec; from_pretrained finds it"
-        _apply_path_b(model, meshes, ExpertPlan.from_spec(spec, options.ep_dispatcher), options.fsdp_plan)
+        _apply_path_b(model, meshes, ExpertPlan.from_spec(spec, options.ep_dispatcher), options)
     else:
         _apply_path_a(model, meshes, options.fsdp_plan)
     if options.activation_checkpointing:
@@ -109,10 +111,12 @@ def parallelize(
     return model
 
 
-def _apply_path_b(model: PreTrainedModel, meshes: Meshes, plan: ExpertPlan, fsdp_plan: FSDPPlan) -> None:
+def _apply_path_b(model: PreTrainedModel, meshes: Meshes, plan: ExpertPlan, options: ParallelOptions) -> None:
+    fsdp_plan = options.fsdp_plan
     expert_parallelize_modules(model, meshes.expert["ep"], plan)
-    experts_params = expert_fully_shard_modules(model, meshes.expert_fsdp, plan, fsdp_plan)
-    blocks = apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=experts_params)
+    owned = expert_fully_shard_modules(model, meshes.expert_fsdp, plan, fsdp_plan)
+    owned |= replicate_modules(model, options.fsdp_ignored_modules, meshes.dense.device_type, fsdp_plan)
+    blocks = apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=owned)
     set_prefetch_order(cast(FSDPModule, model), [_units(cast(nn.Module, block)) for block in blocks])
 
 
@@ -123,7 +127,7 @@ def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan) -
         "reshard_after_forward": fsdp_plan.reshard_after_forward,
     }
     for unit in _units(apply_fsdp2(model, kwargs)):
-        set_gradient_sum(unit)
+        set_gradient_sum(unit, meshes.sizes.mp_shard_size)
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:

@@ -30,14 +30,18 @@ class FSDPPlan:
     gradient_divide_factor: float = 1.0
 
 
-def set_gradient_sum(module: FSDPModule, divide_factor: float = 1.0) -> None:
-    """Reduce this unit's gradients as a sum, divided by ``divide_factor`` locally.
+def set_gradient_sum(unit: FSDPModule, num_shards: int, divide_factor: float = 1.0) -> None:
+    """Reduce this unit's gradients as a sum, divided once by ``divide_factor``.
 
     The factor alone would use the backend's PREMUL_SUM, which gloo lacks and NCCL zeroes in bf16 up to torch 2.13
-    (pytorch/pytorch#190747); forcing a sum avoids it.
+    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides as
+    it copies, and a forced sum would divide a second time.
+
+    Args:
+        num_shards: size of the unit's shard axis.
     """
-    module.set_gradient_divide_factor(divide_factor)
-    module.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(divide_factor)
+    unit.set_force_sum_reduction_for_comms(num_shards > 1)
 
 
 def expert_fully_shard_modules(
@@ -68,6 +72,6 @@ def expert_fully_shard_modules(
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             mp_policy=fsdp_plan.mp_policy,
         )
-        set_gradient_sum(unit, fsdp_plan.gradient_divide_factor)
+        set_gradient_sum(unit, efsdp_mesh.size(-1), fsdp_plan.gradient_divide_factor)
         experts_params.update(module.parameters())
     return experts_params

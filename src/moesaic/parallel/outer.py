@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from moesaic.parallel.efsdp import FSDPPlan, set_gradient_sum
 from moesaic.parallel.shard_rules import build_even_placement_fn
+from moesaic.specs import match_names
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -48,8 +50,32 @@ def apply_outer_fsdp(
     ]
     # The root's parameters (embedding, final norm, head) are needed again at once in backward: it keeps them.
     for unit in (*blocks, fully_shard(model, reshard_after_forward=False, **common)):
-        set_gradient_sum(unit, plan.gradient_divide_factor)
+        set_gradient_sum(unit, mesh.size(-1), plan.gradient_divide_factor)
     return blocks
+
+
+def replicate_modules(model: nn.Module, patterns: Sequence[str], device_type: str, plan: FSDPPlan) -> set[nn.Parameter]:
+    """Keep the modules that the globs name whole on every rank; their gradients are still summed. In place.
+
+    They become FSDP units on a mesh of W replicas of one shard, so that dtypes, reduction and norm are those of every other
+    unit. Every rank must call it; no tensor parallelism (its ranks would count the same tokens again).
+
+    Returns:
+        Their parameters, for the outer FSDP to ignore.
+
+    Raises:
+        ValueError: a glob matches nothing.
+    """
+    if not patterns:
+        return set()
+    names = dict.fromkeys(name for p in patterns for name in match_names(p, dict(model.named_modules())))
+    mesh = init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=("replica", "whole"))
+    replicated: set[nn.Parameter] = set()
+    for module in map(model.get_submodule, names):
+        unit = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=plan.mp_policy)
+        set_gradient_sum(unit, 1, plan.gradient_divide_factor)
+        replicated.update(module.parameters())
+    return replicated
 
 
 def apply_fsdp2(model: nn.Module, fsdp_kwargs: Mapping[str, Any]) -> nn.Module:

@@ -38,7 +38,9 @@ class ModelSpec:
         hub_layout: how the Hub stores experts, and so how they are exported: one tensor per expert, or stacked exactly
             as in the module. Loading takes either.
         hub_renames: (in the module's name, in the Hub's key) substrings that differ between the two.
-        num_experts_field, top_k_field, expert_size_field: names in ``config.json``.
+        top_k_field: name in ``config.json`` of the number of experts a token chooses.
+        num_experts_fields: names in ``config.json`` of the number of routed experts; the Hub's own files and those that
+            transformers saves may differ. The first that is there counts.
     """
 
     model_types: tuple[str, ...]
@@ -51,9 +53,8 @@ class ModelSpec:
     )
     hub_layout: Literal["per_expert", "stacked"] = "per_expert"
     hub_renames: tuple[tuple[str, str], ...] = ()
-    num_experts_field: str = "num_experts"
+    num_experts_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k_field: str = "num_experts_per_tok"
-    expert_size_field: str = "moe_intermediate_size"
 
     @property
     def name(self) -> str:

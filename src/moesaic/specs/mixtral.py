@@ -9,6 +9,5 @@ SPEC = ModelSpec(
         ExpertParam(name="down_proj", hub_parts=("w2.weight",)),
     ),
     hub_renames=((".mlp.", ".block_sparse_moe."),),
-    num_experts_field="num_local_experts",
-    expert_size_field="intermediate_size",
+    num_experts_fields=("num_local_experts",),
 )

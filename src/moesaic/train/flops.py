@@ -35,22 +35,22 @@ def peak_flops_per_s(device_name: str | None) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS_PER_S if part in device_name), None)
 
 
-def num_active_params(model: nn.Module, spec: ModelSpec | None, top_k_share: float) -> float:
+def num_active_params(model: nn.Module, spec: ModelSpec | None, top_k: int) -> float:
     """Parameters that one token meets; see N above. Not collective: a DTensor knows its global size.
 
     Args:
-        spec: names the routed experts; None for a model without any.
-        top_k_share: top_k / number of experts.
+        spec: names the routed experts, stacked on dim 0; None for a model without any.
+        top_k: experts that a token visits.
     """
-    names = dict(model.named_modules())
-    experts = set() if spec is None else set(match_names(spec.experts, names))
-    looked_up = {id(module.weight) for module in names.values() if isinstance(module, nn.Embedding)}
-    multiplied = {id(module.weight) for module in names.values() if isinstance(module, nn.Linear)}
+    modules = dict(model.named_modules())
+    experts = set() if spec is None else set(match_names(spec.experts, modules))
+    looked_up = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    multiplied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Linear)}
     total = 0.0
     for name, param in model.named_parameters():
         if id(param) in looked_up - multiplied:  # a tied embedding is the head's weight as well, and counts
             continue
-        total += param.numel() * (top_k_share if name.rpartition(".")[0] in experts else 1.0)
+        total += param.numel() * (top_k / param.size(0) if name.rpartition(".")[0] in experts else 1.0)
     return total
 
 
@@ -61,11 +61,12 @@ def flops_per_token(active_params: float, num_layers: int, attention_size: int, 
 
 def model_flops_per_token(model: PreTrainedModel, spec: ModelSpec | None, seq_len: int) -> float:
     """FLOPs per token of a Hugging Face model for sequences of ``seq_len`` tokens."""
-    config = model.config.get_text_config().to_dict()
-    share = 1.0 if spec is None else config[spec.top_k_field] / config[spec.num_experts_field]
+    text_config = model.config.get_text_config()
+    config = text_config.to_dict()
+    top_k = 1 if spec is None else config[text_config.attribute_map.get(spec.top_k_field, spec.top_k_field)]
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return flops_per_token(
-        num_active_params(model, spec, share),
+        num_active_params(model, spec, top_k),
         config["num_hidden_layers"],
         config["num_attention_heads"] * head_size,
         seq_len,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -37,19 +39,13 @@ def train(recipe: Recipe) -> None:
         ValueError: see ``build_run``.
     """
     run = build_run(recipe)
-    writer = None
-    if dist.get_rank() == 0:
-        writer = MetricsWriter(run.output_dir, run.num_steps, run.first_step)
-        for report in run.data.reports:
-            writer.print(str(report))
-    _train_steps(run, writer)
+    with _open_writer(run) as writer:
+        _train_steps(run, writer)
     folder = run.output_dir / EXPORT
     if dist.get_rank() == 0 and folder.exists():  # only a resumed run finds one: its own, from before
         shutil.rmtree(folder)
     dist.barrier()
     _export(run.model, recipe, folder)
-    if writer is not None:
-        writer.close()
     shutdown()
 
 
@@ -75,6 +71,18 @@ def _export(model: PreTrainedModel, recipe: Recipe, folder: Path) -> None:
     export_hf(model, folder, spec_of(model), dtype=DTYPES[recipe.compute_dtype], tokenizer_folder=recipe.model)
 
 
+@contextmanager
+def _open_writer(run: Run) -> Iterator[MetricsWriter | None]:
+    """The metrics writer on rank 0, None elsewhere; closed at the end, also by an error."""
+    if dist.get_rank() != 0:
+        yield None
+        return
+    with closing(MetricsWriter(run.output_dir, run.num_steps, run.first_step)) as writer:
+        for report in run.data.reports:
+            writer.print(str(report))
+        yield writer
+
+
 def _train_steps(run: Run, writer: MetricsWriter | None) -> None:
     """All optimizer steps; ``writer`` is rank 0's."""
     recipe = run.recipe
@@ -85,6 +93,8 @@ def _train_steps(run: Run, writer: MetricsWriter | None) -> None:
         micro_batches = next(steps)
         meter.count(micro_batches)
         result = _one_step(run, step, micro_batches)
+        if writer is not None:
+            writer.advance(step)
         if _is_due(run, step, recipe.logging_steps):
             metrics = meter.measure(step, epoch, lr, result)
             if writer is not None:

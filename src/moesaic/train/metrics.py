@@ -7,6 +7,7 @@ rank 0.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import time
 from collections.abc import Iterable, Mapping
@@ -43,7 +44,7 @@ def memory_bytes() -> int:
 def gather_expert_load(model: nn.Module) -> dict[str, float]:
     """Most loaded expert over the mean, per MoE layer, since the last call; 1.0 is even. Resets the counters.
 
-    Collective over the default group: one all-reduce of [layers, experts] counts. Empty for a model without expert
+    Collective over the default group: one all-reduce of all layers' counts. Empty for a model without expert
     parallelism. A layer that saw no token has load 1.0.
 
     Example, 2 ep ranks with experts {0, 1} and {2, 3} that received 6 2 | 4 4 tokens: mean 4, load 1.5.
@@ -51,21 +52,27 @@ def gather_expert_load(model: nn.Module) -> dict[str, float]:
     modules = find_expert_modules(model)
     if not modules:
         return {}
-    counts: list[torch.Tensor] = []
-    for module in modules.values():
-        state = expert_parallel(module)
-        size, rank = state.ep_mesh.size(), state.ep_mesh.get_local_rank()
-        chunk = -(-state.num_experts // size)
-        row = torch.zeros(size * chunk, dtype=torch.int64, device=module.get_parameter("down_proj").device)
-        if state.load.tokens is not None:
-            local = state.load.tokens
-            row[rank * chunk : rank * chunk + local.numel()] = local
-        counts.append(row[: state.num_experts])
-        state.load.reset()
-    table = torch.stack(counts)
-    dist.all_reduce(table)
-    rows = host.read_ints(table)
-    return {name: max(row) * len(row) / sum(row) if any(row) else 1.0 for name, row in zip(modules, rows, strict=True)}
+    rows = [_own_counts(module) for module in modules.values()]
+    counts = torch.cat(rows)
+    dist.all_reduce(counts)
+    (numbers,) = host.read_ints(counts[None])
+    load: dict[str, float] = {}
+    for name, row in zip(modules, rows, strict=True):
+        layer, numbers = numbers[: row.numel()], numbers[row.numel() :]
+        load[name] = max(layer) * len(layer) / sum(layer) if any(layer) else 1.0
+    return load
+
+
+def _own_counts(module: nn.Module) -> torch.Tensor:
+    """[experts] int64: tokens that this rank's experts received, zeros for the others'. Resets the counter."""
+    state = expert_parallel(module)
+    tokens = state.load.tokens
+    counts = torch.zeros(state.num_experts, dtype=torch.int64, device=state.ep_mesh.device_type)
+    if tokens is not None:
+        first = state.ep_mesh.get_local_rank() * math.ceil(state.num_experts / state.ep_mesh.size())
+        counts[first : first + tokens.numel()] = tokens
+    state.load.reset()
+    return counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +138,7 @@ class Meter:
         """Start the clock anew, e.g. after an evaluation, whose time is no training time."""
         self._num_tokens = 0
         self._num_steps = 0
-        self._began_s = time.perf_counter()
+        self._began_ns = time.perf_counter_ns()
 
     def count(self, micro_batches: Iterable[Batch]) -> None:
         """Add one optimizer step with this rank's micro-batches, still on the host. Not collective."""
@@ -146,12 +153,13 @@ class Meter:
         loss = result.loss_share.clone()
         dist.all_reduce(loss, group=self._meshes.tokens.get_group())
         loss_value = host.read_float(loss)  # waits for the step to end: the clock is read after it
-        elapsed_s = time.perf_counter() - self._began_s
+        elapsed_ns = time.perf_counter_ns() - self._began_ns
         world_size = dist.get_world_size()
-        own = torch.tensor([self._num_tokens, memory_bytes()], dtype=torch.int64, device=self._device)
-        gathered = own.new_empty(world_size * 2)
-        dist.all_gather_into_tensor(gathered, own)
-        tokens, memory = zip(*host.read_ints(gathered.view(world_size, 2)), strict=True)
+        own = torch.tensor([self._num_tokens, memory_bytes(), elapsed_ns], dtype=torch.int64, device=self._device)
+        gathered = own.new_empty(world_size * own.numel())
+        dist.all_gather_single(gathered, own)
+        tokens, memory, elapsed = zip(*host.read_ints(gathered.view(world_size, -1)), strict=True)
+        elapsed_s = max(elapsed) / 1e9
         # cp and tp peers are given the same samples.
         num_copies = self._meshes.sizes.cp_size * self._meshes.sizes.tp_size
         tokens_per_s = sum(tokens) / num_copies / elapsed_s

@@ -70,8 +70,8 @@ def build_run(recipe: Recipe) -> Run:
         ValueError: what only shows here: bad data, a checkpoint folder in the way, weights that don't fit.
     """
     meshes = start(recipe)
-    save_run_facts(recipe, meshes)
     checkpoint = choose_checkpoint(recipe)
+    save_run_facts(recipe, meshes)
     data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
     model = build_model(recipe, meshes)
     num_steps = recipe.max_steps or recipe.num_train_epochs * data.loader.num_steps_per_epoch
@@ -92,13 +92,16 @@ def build_run(recipe: Recipe) -> Run:
 
 
 def start(recipe: Recipe) -> Meshes:
-    """Join the process group, seed this rank, build the meshes. Every rank must call it."""
+    """Join the process group, seed this rank, build the meshes. Every rank must call it.
+
+    A caller may have joined a default process group already, with a timeout of its own; then that one is used.
+    """
     if recipe.full_determinism:
         use_determinism()
-    device = init_process_group(recipe.dist_timeout)
+    if not dist.is_initialized():
+        init_process_group(recipe.dist_timeout)
     logging.getLogger("moesaic").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
     meshes = build_meshes(
-        device.type,
         cp_size=recipe.cp_size,
         tp_size=recipe.tp_size,
         mp_replicate_size=recipe.mp_replicate_size,
@@ -145,13 +148,15 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
 
 def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
     """The model of the recipe, sharded and loaded. Every rank must call it."""
+    path_b = None if isinstance(recipe.dist_config, Fsdp2Config) else recipe.dist_config
     options = ParallelOptions(
-        expert_parallel=not isinstance(recipe.dist_config, Fsdp2Config),
-        ep_dispatcher="eager" if isinstance(recipe.dist_config, Fsdp2Config) else recipe.dist_config.ep_dispatcher,
+        expert_parallel=path_b is not None,
+        ep_dispatcher="eager" if path_b is None else path_b.ep_dispatcher,
         storage_dtype=DTYPES[recipe.storage_dtype],
         compute_dtype=DTYPES[recipe.compute_dtype],
         reshard_after_forward=recipe.reshard_after_forward,
         activation_checkpointing=recipe.activation_checkpointing,
+        fsdp_ignored_modules=() if path_b is None else path_b.fsdp_ignored_modules,
     )
     return from_pretrained(recipe.model, meshes, options=options, attn_implementation=recipe.attn_implementation)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers themselves (not copies), under the Hugging Face module's own keys.
 
-    A tied parameter appears once, under the name that comes first. An FSDP module that is unsharded is resharded by this.
+    A tied parameter appears once, under the name that comes first. An unsharded FSDP module is resharded by this.
     """
     # keep_vars hands out the tensors that the module owns; state_dict (not named_parameters) because its hooks undo the
     # wrappers' prefixes and reshard.
@@ -34,8 +34,8 @@ def find_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
 
 
 def raise_together(error: Exception | None, mesh: DeviceMesh | None, what: str) -> None:
-    """Raise on every rank of ``mesh`` where any of them has an ``error``. One tiny all-reduce per mesh axis; every rank of
-    ``mesh`` must call. Without a mesh, raise the calling rank's own.
+    """Raise on every rank of ``mesh`` where any of them has an ``error``. One tiny all-reduce per mesh axis; every rank
+    of ``mesh`` must call. Without a mesh, raise the calling rank's own.
 
     Raises:
         the rank's own ``error``; RuntimeError on ranks without one, where another rank has one.
@@ -51,8 +51,8 @@ def raise_together(error: Exception | None, mesh: DeviceMesh | None, what: str) 
 
 
 def tied_names(model: nn.Module, tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Owner -> the other names of the same tensor. ``tied``: another name -> owner, as the model declares it; a pair that
-    isn't tied in fact (two tensors) is left out."""
+    """Owner -> the other names of the same tensor. ``tied``: another name -> owner, as the model declares it; a pair
+    that isn't tied in fact (two tensors) is left out."""
     state = model.state_dict(keep_vars=True)
     result: dict[str, tuple[str, ...]] = {}
     for name, owner in tied.items():

@@ -7,10 +7,11 @@ finish, by the first rank: index, configs, tokenizer, rename
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from moesaic.model.build import find_fp32_names
 from moesaic.ops.placements import local_shape
 from moesaic.specs import ModelSpec
 from moesaic.weights.agree import find_mesh, raise_together, state_tensors
@@ -83,13 +85,13 @@ def export_hf(
         raise ValueError(
             f"max_shard_gib={max_shard_gib} must be above 0; give the size of a file in GiB, for example 4.0."
         )
-    state = {name: tensor for name, tensor in state_tensors(model).items() if not _is_left_out(model, name)}
+    left_out = set(model._keys_to_ignore_on_save or ())
+    state = {name: tensor for name, tensor in state_tensors(model).items() if name not in left_out}
     mesh = find_mesh(state.values())
     rank = 0 if mesh is None else dist.get_rank()
     ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
     root = ranks[0]
-    dtypes = {name: _file_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
-    shares = build_shares(state, spec, dtypes, ranks)
+    shares = build_shares(state, spec, _file_dtypes(model, state, dtype), ranks)
     plan = plan_export(shares, max_file_bytes=int(max_shard_gib * 2**30))
 
     beside = folder.with_name(folder.name + ".tmp")
@@ -103,8 +105,8 @@ def export_hf(
 
 
 def gather_share(share: Share, local: torch.Tensor, writer: int, rank: int, device: str) -> torch.Tensor | None:
-    """The share's box on ``writer``, ``None`` elsewhere. Holders (with their ``local`` tensor) and the writer must call; a
-    holder sends its whole local tensor, the writer receives from one holder after the other.
+    """The share's box on ``writer``, ``None`` elsewhere. Holders and the writer must call (others may): a holder sends
+    its whole ``local`` tensor through the default group, the writer receives from one holder after the other.
 
     Shapes: ``local`` as the rank's shard; result ``share.size``, in ``share.dtype``.
     """
@@ -130,39 +132,74 @@ def gather_share(share: Share, local: torch.Tensor, writer: int, rank: int, devi
     return box
 
 
-def _run(plan: ExportPlan, state: Mapping[str, torch.Tensor], folder: Path, rank: int) -> OSError | None:
+def _run(plan: ExportPlan, state: Mapping[str, torch.Tensor], folder: Path, rank: int) -> Exception | None:
     """Gather and write all that this rank takes part in. A failure to write is returned, not raised: this rank still
     receives what the others send, so that none of them waits for ever."""
-    open_files: dict[int, BinaryIO] = {}
-    num_left = {index: len(file.tensors) for index, file in enumerate(plan.files)}
-    error: OSError | None = None
-    for share, indices in plan.steps:
-        tensor = state[share.name]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
-        box = gather_share(share, local, plan.files[indices[0]].writer, rank, device)
-        if box is None:
-            continue
-        for entry, index in zip(share.entries, indices, strict=True):
-            part = box[_entry_slices(entry, share)].reshape(entry.shape)
-            num_left[index] -= 1
-            try:
-                if index not in open_files:
-                    open_files[index] = (folder / plan.file_name(index)).open("wb")
-                    open_files[index].write(_header(plan.files[index]))
-                open_files[index].write(_as_bytes(part).cpu().numpy().data)
-                if not num_left[index]:
-                    open_files.pop(index).close()
-            except OSError as problem:
-                error = error or problem
-    for file in open_files.values():
-        file.close()
+    error: Exception | None = None
+    with contextlib.ExitStack() as stack:
+        writers = {
+            index: stack.enter_context(contextlib.closing(FileWriter(folder / plan.file_name(index), file)))
+            for index, file in enumerate(plan.files)
+            if file.writer == rank
+        }
+        for share, indices in plan.steps:
+            problem = _write_share(share, indices, state[share.name], plan.files[indices[0]].writer, rank, writers)
+            error = error or problem
     return error
 
 
+def _write_share(
+    share: Share,
+    indices: Sequence[int],
+    tensor: torch.Tensor,
+    writer: int,
+    rank: int,
+    writers: Mapping[int, FileWriter],
+) -> OSError | None:
+    """One step of the plan. A function of its own so that the gathered box is freed before the next is made."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    box = gather_share(share, local, writer, rank, device)
+    if box is None:
+        return None
+    try:
+        for entry, index in zip(share.entries, indices, strict=True):
+            part = box[_entry_slices(entry, share)].reshape(entry.shape)
+            writers[index].append(_as_bytes(part).cpu().numpy().data)
+    except OSError as problem:
+        return problem
+    return None
+
+
+class FileWriter:
+    """Writes one safetensors file, tensor behind tensor, and is open only from its first to its last."""
+
+    def __init__(self, path: Path, plan: FilePlan) -> None:
+        self._path = path
+        self._plan = plan
+        self._num_left = len(plan.tensors)
+        self._file: BinaryIO | None = None
+
+    def append(self, data: memoryview) -> None:
+        """The next tensor of the plan, as bytes."""
+        if self._file is None:
+            self._file = self._path.open("wb")
+            self._file.write(_header(self._plan))
+        self._file.write(data)
+        self._num_left -= 1
+        if not self._num_left:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, complete or not."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
 def _header(file: FilePlan) -> bytes:
-    """What precedes the data of a safetensors file. Written by hand because safetensors' own writer wants all tensors of a
-    file at once; here they pass one at a time."""
+    """What precedes the data of a safetensors file. Written by hand because safetensors' own writer wants all tensors
+    of a file at once; here they pass one at a time."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for key, (dtype, shape, start) in file.tensors.items():
         num_bytes = dtype.itemsize * torch.Size(shape).numel()
@@ -204,15 +241,17 @@ def _finish(
     beside.rename(folder)
 
 
-def _file_dtype(model: PreTrainedModel, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.dtype
-    kept = model._keep_in_fp32_modules_strict or ()
-    return tensor.dtype if any(part in name for part in kept) else dtype
-
-
-def _is_left_out(model: PreTrainedModel, name: str) -> bool:
-    return name in (model._keys_to_ignore_on_save or ())
+def _file_dtypes(
+    model: PreTrainedModel, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in the files."""
+    if dtype is None:
+        return {name: tensor.dtype for name, tensor in state.items()}
+    kept = find_fp32_names(model, dtype)
+    return {
+        name: tensor.dtype if not tensor.is_floating_point() or (kept and kept.search(name)) else dtype
+        for name, tensor in state.items()
+    }
 
 
 def _entry_slices(entry: HubTensor, share: Share) -> tuple[slice, ...]:
@@ -223,7 +262,7 @@ def _entry_slices(entry: HubTensor, share: Share) -> tuple[slice, ...]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (a copy where it isn't contiguous) as a flat tensor of bytes: any dtype can be sent and written."""
+    """The same memory (a copy where it isn't contiguous) as flat bytes, so that any dtype can be sent and written."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,7 +1,8 @@
 """What an export writes: which rank gathers what, and which file each tensor goes to. Pure arithmetic on placements.
 
-A stack of experts that is split over ranks by expert (ep) makes one share per ep rank, so that the ep ranks write at the
-same time; everything else is one share. Example, 4 ranks (efsdp 2, ep 2), gate_up_proj [4, 2I, H] as (Shard(1), Shard(0)):
+A stack of experts that is split over ranks by expert (ep) makes one share per ep rank, so that the ep ranks write at
+the same time; everything else is one share. Example, 4 ranks (efsdp 2, ep 2), gate_up_proj [4, 2I, H] placed as
+(Shard(1), Shard(0)):
 
     share of experts 0..1: rank 2 sends its rows to rank 0, which writes ...experts.0.gate_proj.weight, ...
     share of experts 2..3: rank 3 sends its rows to rank 1
@@ -16,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from moesaic.ops.placements import Block, blocks_at, shard_dim
+from moesaic.ops.placements import Block, blocks_at, find_run_axis, shard_dim
 from moesaic.specs import ModelSpec
-from moesaic.weights.keys import HubTensor, find_expert_param, hub_tensors
+from moesaic.weights.keys import HubTensor, hub_tensors
 
 Holders = tuple[tuple[int, tuple[Block, ...]], ...]  # (rank, its blocks), each part of a tensor once
 
@@ -43,7 +44,7 @@ class Share:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     dtype: torch.dtype
-    holders: tuple[tuple[int, tuple[Block, ...]], ...]
+    holders: Holders
     writers: tuple[int, ...]
     stream: int
     entries: tuple[HubTensor, ...]
@@ -51,13 +52,17 @@ class Share:
 
 @dataclass(slots=True, kw_only=True)
 class FilePlan:
-    """One safetensors file: who writes it, and its tensors one behind the other."""
+    """One safetensors file: who writes it, and its tensors one behind the other.
+
+    Attributes:
+        writer: rank.
+        num_bytes: of all tensors.
+        tensors: key -> (dtype, shape, first byte behind the header).
+    """
 
     writer: int
     num_bytes: int = 0
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = field(
-        default_factory=dict
-    )  # key -> dtype, shape, start
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +127,8 @@ def build_shares(
     shares: list[Share] = []
     for name, tensor in state.items():
         entries = tuple(hub_tensors(name, tensor.shape, spec))
-        axis = _expert_axis(name, tensor, spec) if len(entries) > 1 else None
+        # More than one Hub tensor: a stack of experts, which ranks that hold whole runs of experts write apart.
+        axis = find_run_axis(tensor.placements, 0) if isinstance(tensor, DTensor) and len(entries) > 1 else None
         mesh_id = id(tensor.device_mesh) if isinstance(tensor, DTensor) else None
         kind = (tensor.shape, mesh_id, tensor.placements if isinstance(tensor, DTensor) else None, axis)
         if kind not in split_of:
@@ -144,18 +150,8 @@ def build_shares(
     return shares
 
 
-def _expert_axis(name: str, tensor: torch.Tensor, spec: ModelSpec | None) -> int | None:
-    """The mesh axis along which a stack of experts is split so that each rank has whole runs of experts, if any."""
-    if find_expert_param(name, spec) is None or not isinstance(tensor, DTensor):
-        return None
-    on_experts = [axis for axis, placement in enumerate(tensor.placements) if shard_dim(placement) == 0]
-    plain = [axis for axis in on_experts if isinstance(tensor.placements[axis], Shard)]
-    # A strided axis was applied after the one plain axis to its right; two plain ones would interleave the runs.
-    return plain[0] if len(plain) == 1 and plain[0] == on_experts[-1] else None
-
-
 def _split(tensor: torch.Tensor, axis: int | None, root: int) -> list[tuple[range, Holders]]:
-    """For each coordinate on mesh ``axis`` (once, if ``None``): rows and who holds what of them; of replicas the first."""
+    """For each coordinate on mesh ``axis`` (once, if ``None``): rows, and who (first replica) holds what of them."""
     if not isinstance(tensor, DTensor):
         origin = (0,) * tensor.ndim
         return [(range(0), ((root, (Block(origin, origin, tuple(tensor.shape)),)),))]

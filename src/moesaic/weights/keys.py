@@ -137,7 +137,8 @@ def _tile(fqn: str, name: str, shape: Shape, spec: ModelSpec | None, layout: Lay
     if len(shape) < 2 or shape[1] % num_parts:
         raise ValueError(
             f"{fqn}: {list(shape)} can't be split into experts of {num_parts} equal parts {param.hub_parts}; "
-            "an expert parameter is [experts, rows, ...] with rows a multiple of its parts. Correct ModelSpec.expert_params."
+            "an expert parameter is [experts, rows, ...] with rows a multiple of its parts. "
+            "Correct ModelSpec.expert_params."
         )
     part_shape = (shape[1] // num_parts, *shape[2:])
     module = name.rpartition(".")[0]

@@ -57,15 +57,15 @@ def load_weights(model: PreTrainedModel, folder: str | Path, spec: ModelSpec | N
     """Fill the parameters and persistent buffers of ``model``, in place, from the safetensors of ``folder``.
 
     Values are cast to each parameter's dtype. Parameters may be plain tensors or DTensors with any number of sharded
-    axes; they must have storage (``materialize``) and, if tied, be tied. Nothing is sent between ranks but one flag at the
-    end: where the model has DTensors, every rank of their meshes must call.
+    axes; they must have storage (``materialize``) and, if tied, be tied. Nothing is sent between ranks but one flag at
+    the end: where the model has DTensors, every rank of their meshes must call.
 
     Args:
         spec: how the Hub names and stores experts; ``None``: every tensor is there under the module's own name.
 
     Raises:
-        ValueError: no safetensors in ``folder``; or keys that are missing, mis-shaped, of a dtype that can't be cast, or
-            unknown, all of them in one message, before anything is read.
+        ValueError: no safetensors in ``folder``; or keys that are missing, mis-shaped, of a dtype that can't be cast,
+            or unknown, all of them in one message, before anything is read; or tied tensors that differ in the files.
         RuntimeError: another rank failed.
     """
     state = state_tensors(model)
@@ -93,8 +93,8 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
         files = [folder / name for name in dict.fromkeys(expected.values())]
     else:
         raise ValueError(
-            f"model={str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors only. "
-            "Give a complete model folder, or convert it with transformers' save_pretrained."
+            f"model={str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read from safetensors "
+            "only. Give a complete model folder, or convert it with transformers' save_pretrained."
         )
     lost = [file.name for file in files if not file.is_file()]
     if lost:
@@ -102,7 +102,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     headers: dict[str, FileTensor] = {}
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as handle:
-            for key in handle.keys():  # noqa: SIM118 (not a dict)
+            for key in handle.keys():
                 entry = handle.get_slice(key)
                 headers[key] = FileTensor(file=file, shape=tuple(entry.get_shape()), dtype=entry.get_dtype())
     lost = [key for key, name in expected.items() if key not in headers or headers[key].file.name != name]
@@ -178,8 +178,8 @@ def _check(
     problems += [f"unknown: {key} {list(headers[key].shape)} fills nothing" for key in unknown]
     if problems:
         raise ValueError(
-            f"model={str(folder)!r} doesn't fit {type(model).__name__}; every weight must be there once, in the right shape, "
-            f"and be used. {len(problems)} problems:\n  "
+            f"model={str(folder)!r} doesn't fit {type(model).__name__}; every weight must be there once, in the "
+            f"right shape, and be used. {len(problems)} problems:\n  "
             + "\n  ".join(problems)
             + "\nGive the folder that belongs to this config.json, or correct the family's ModelSpec."
         )

@@ -1,0 +1,146 @@
+"""Whole runs of a tiny model: what is written, resuming, stopping on all ranks where gradients are no numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moesaic.config import MoesaicConfig, Recipe, load_recipe
+from moesaic.train.loop import NonFiniteError, export_checkpoint, train
+from tests.unit.data_tokenizers import MARKED, build_tokenizer
+from tests.unit.tiny_checkpoints import save_tiny
+
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its tokenizer, and samples."""
+    folder = tmp_path_factory.mktemp("source")
+    save_tiny(folder / "model", "qwen3_moe", vocab_size=320)
+    build_tokenizer(MARKED).save_pretrained(folder / "model")
+    for name, numbers in (("train", range(20)), ("eval", range(90, 95))):
+        samples = [
+            [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n + 1}"}] for n in numbers
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in samples))
+    return folder
+
+
+def recipe_of(source: Path, output_dir: Path, **fields: Any) -> Recipe:
+    defaults: dict[str, Any] = {
+        "model": str(source / "model"),
+        "train_dataset": {"path": str(source / "train.jsonl")},
+        "eval_dataset": {"path": str(source / "eval.jsonl")},
+        "output_dir": str(output_dir),
+        "cutoff_len": 64,
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "max_steps": NUM_STEPS,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_config": {"name": "linear", "warmup_steps": 1},
+        "bf16": False,
+        "dist_config": MoesaicConfig(name="moesaic", ep_size=2),
+    }
+    return Recipe.model_validate({**defaults, **fields})
+
+
+def train_on_rank(rank: int, recipe: Recipe) -> None:
+    train(recipe)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def equal_weights(one: Path, other: Path) -> bool:
+    a, b = read_weights(one), read_weights(other)
+    return len(a) > 0 and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def read_metrics(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def test_a_run_its_files_and_its_resumption(run_ranks, source: Path, tmp_path: Path) -> None:
+    straight = recipe_of(source, tmp_path / "straight")
+    run_ranks(train_on_rank, 4, straight)
+    folder = tmp_path / "straight"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "recipe.yaml", "meshes.txt", "environment.json", "metrics.jsonl", "tensorboard", "step-000002", "step-000004",
+        "export",
+    }  # fmt: skip
+    assert load_recipe(folder / "recipe.yaml") == straight
+    assert "efsdp" in (folder / "meshes.txt").read_text()
+    assert json.loads((folder / "environment.json").read_text())["world_size"] == 4
+
+    steps = read_metrics(folder, "train")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in steps] == [1, 1, 1, 2]
+    assert [line["lr"] for line in steps] == pytest.approx([1e-2, 1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
+    assert steps[-1]["loss"] < steps[0]["loss"] and len(steps[0]["memory_gib"]) == 4
+    assert set(steps[0]["expert_load"]) == {"model.layers.0.mlp.experts", "model.layers.1.mlp.experts"}
+    assert all(1 <= load <= 4 for load in steps[0]["expert_load"].values())
+    assert [line["step"] for line in read_metrics(folder, "eval")] == [2, 4]
+
+    resumed = recipe_of(
+        source, tmp_path / "resumed", resume_from_checkpoint=str(folder / "step-000002"), save_total_limit=1
+    )
+    run_ranks(train_on_rank, 4, resumed)
+    assert equal_weights(folder / "export", tmp_path / "resumed" / "export")
+    losses = [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "resumed", "train")]
+    assert losses == [(line["step"], line["loss"]) for line in steps[2:]]
+
+
+def export_on_rank(rank: int, recipe: Recipe, checkpoint: Path, folder: Path) -> None:
+    export_checkpoint(recipe, checkpoint, folder)
+
+
+def test_path_a_exports_what_transformers_loads_also_from_a_checkpoint(run_ranks, source: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(
+        source, tmp_path / "run", dist_config={"name": "fsdp2"}, max_steps=1, eval_dataset=None, eval_steps=None
+    )
+    run_ranks(train_on_rank, 2, recipe)
+    run_ranks(export_on_rank, 1, recipe, tmp_path / "run" / "step-000001", tmp_path / "again")
+    assert equal_weights(tmp_path / "run" / "export", tmp_path / "again")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export")
+    assert model(**tokenizer("1?", return_tensors="pt")).logits.isfinite().all()
+    assert not equal_weights(source / "model", tmp_path / "again")
+
+
+def diverge_on_rank(rank: int, recipe: Recipe) -> str:
+    with pytest.raises(NonFiniteError) as caught:
+        train(recipe)
+    return str(caught.value)
+
+
+def test_all_ranks_stop_at_the_same_step_and_save_nothing(run_ranks, source: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(source, tmp_path / "run", learning_rate=1e38, max_grad_norm=None, save_steps=3, eval_steps=None)
+    messages = run_ranks(diverge_on_rank, 2, recipe)
+    assert messages[0] == messages[1] and messages[0].startswith("step 2: the gradient norm is ")
+    assert not list((tmp_path / "run").glob("step-*")) and not (tmp_path / "run" / "export").exists()
+
+
+def refuse_on_rank(rank: int, recipe: Recipe) -> str:
+    with pytest.raises(ValueError) as caught:
+        train(recipe)
+    return str(caught.value)
+
+
+def test_an_earlier_run_in_the_way_is_refused_and_left_alone(run_ranks, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "step-000009").mkdir()
+    (tmp_path / "step-000009" / ".metadata").touch()
+    message = run_ranks(refuse_on_rank, 2, recipe_of(source, tmp_path))[1]
+    assert "output_dir" in message and "step-000009" in message and "resume_from_checkpoint" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000009"]

@@ -1,0 +1,74 @@
+"""A second oracle: transformers' own FSDP2 and expert parallelism, gradient by gradient, in every cell that it supports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from moesaic.meshes import build_meshes
+from moesaic.parallel.apply import from_pretrained
+from moesaic.train.losses import token_loss_sum
+from tests.oracle.cells import TOLERANCES, Cell, build_batch, full, rel_error, share_documents
+from tests.oracle.reference import Reference, load_reference
+from tests.oracle.test_parity import CELLS
+from tests.pool import RunRanks
+
+# What it can't do, and why no comparison is possible there.
+UNSUPPORTED = {
+    "one-rank": "its mesh needs two ranks",
+    "hsdp2-ep4-edp1": "its experts are replicated as often as the dense parameters",
+    "edp2-ep2": "the same",
+    "7-experts-ep4": "refuses experts that don't divide by ep",
+    "7-experts-ep2-efsdp2": "the same",
+    "more-shards-than-experts": "loading fails on the rank whose dim-0 shard is empty, and the others hang",
+    "ignored-modules-are-replicated": "has no such option",
+    "checkpointed-ep2": "its recomputation routes and exchanges again: another computation",
+    "checkpointed-ep4-packed": "the same",
+    "qwen2-shared-expert-ep4-checkpointed": "the same",
+    "checkpointed-path-a": "the same",
+}
+SUPPORTED = sorted(set(CELLS) - set(UNSUPPORTED))
+
+
+def gradients(model: Any, batches: list[Any], scale: float) -> dict[str, torch.Tensor]:
+    """Gradients of sum of token losses / global tokens, times ``scale``, over all micro-batches."""
+    num_tokens = torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
+    dist.all_reduce(num_tokens)
+    for batch in batches:
+        (token_loss_sum(model(**batch.model_inputs()).logits, batch.labels) / num_tokens * scale).backward()
+    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def compare(rank: int, cell: Cell, reference: Reference) -> tuple[float, str]:
+    """Worst error of our gradients against transformers' on the same ranks and batches."""
+    batches = [build_batch(docs, cell.layout) for docs in share_documents(reference.documents, cell, rank)]
+    replicas = cell.sizes.get("mp_replicate_size", 1)
+    config = DistributedConfig(
+        fsdp_size=cell.world_size // replicas, dp_replicate_size=replicas, ep_size=cell.sizes.get("ep_size", 1)
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        reference.folder, distributed_config=config, dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
+    # Its gradients are means over the data-parallel ranks, ours are sums.
+    expected = gradients(theirs, batches, scale=cell.world_size)
+    ours = from_pretrained(reference.folder, build_meshes("cpu", **cell.sizes), options=cell.options)
+    actual = gradients(ours, batches, scale=1.0)
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    return max((rel_error(actual[name], expected[name]), name) for name in expected)
+
+
+def test_the_list_of_unsupported_cells_is_about_existing_cells() -> None:
+    assert set(UNSUPPORTED) <= set(CELLS)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_gradients_equal_those_of_transformers(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
+    case, cell = CELLS[name]
+    for error in run_ranks(compare, cell.world_size, cell, load_reference(case, reference_root)):
+        assert error[0] <= TOLERANCES["grads"], error
