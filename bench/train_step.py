@@ -3,8 +3,8 @@
     python -m bench.train_step [--nproc 4] [--ep 4] [--size large|small] [--pairs 11] [--json FILE]
 
 Both sides: the same checkpoint, ranks, batch, dtype (fp32), AdamW, clipping at 1.0, loss = sum / global tokens. What is
-reported is the ratio (ours / theirs) of each adjacent pair of steps: these machines are noisy, and a ratio within a pair is
-not. The floor is one process with as many threads as cores on the whole batch.
+reported is the ratio (ours / theirs) of each adjacent pair of steps: these machines are noisy, and a ratio within a
+pair is not. The floor is one process with as many threads as cores on the whole batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_our_step(folder: Path, ep_size: int, options: ParallelOptions) -> Call
 
 
 def build_their_step(folder: Path, ep_size: int) -> Callable[[], float]:
-    """transformers' side: its parallel loading, FSDP2 and dispatch; the norm as its Trainer computes it on mixed meshes."""
+    """transformers' side: its loading, FSDP2 and dispatch; the norm as its Trainer computes it on mixed meshes."""
     world_size = dist.get_world_size()
     config = DistributedConfig(fsdp_size=world_size, ep_size=ep_size)
     model = AutoModelForCausalLM.from_pretrained(
@@ -103,7 +103,9 @@ def their_clip_grad_norm(parameters: list[torch.nn.Parameter]) -> float:
     for param in parameters:
         if param.grad is not None:
             groups.setdefault(param.grad.device_mesh if isinstance(param.grad, DTensor) else None, []).append(param)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) for params in groups.values()]
+    norms = [
+        torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None]) for params in groups.values()
+    ]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(whole))
     for params in groups.values():

@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from moesaic.config import load_recipe
     from moesaic.meshes import Meshes, build_meshes
     from moesaic.parallel import (
+        ExpertPlan,
+        FSDPPlan,
+        ParallelOptions,
         apply_fsdp2,
         expert_fully_shard_modules,
         expert_parallelize_modules,
         from_pretrained,
         parallelize,
     )
-    from moesaic.specs import ExpertParam, ModelSpec, register_spec
+    from moesaic.specs import ExpertParam, ModelSpec, find_spec, register_spec
     from moesaic.train.grad_norm import clip_grad_norm_
     from moesaic.train.step import train_step
     from moesaic.weights import export_hf
@@ -29,8 +32,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ExpertParam",
+    "ExpertPlan",
+    "FSDPPlan",
     "Meshes",
     "ModelSpec",
+    "ParallelOptions",
     "__version__",
     "apply_fsdp2",
     "build_meshes",
@@ -38,6 +44,7 @@ __all__ = [
     "expert_fully_shard_modules",
     "expert_parallelize_modules",
     "export_hf",
+    "find_spec",
     "from_pretrained",
     "load_recipe",
     "parallelize",
@@ -49,14 +56,18 @@ __all__ = [
 EXPORTS = MappingProxyType(
     {
         "ExpertParam": "moesaic.specs",
+        "ExpertPlan": "moesaic.parallel",
+        "FSDPPlan": "moesaic.parallel",
         "Meshes": "moesaic.meshes",
         "ModelSpec": "moesaic.specs",
+        "ParallelOptions": "moesaic.parallel",
         "apply_fsdp2": "moesaic.parallel",
         "build_meshes": "moesaic.meshes",
         "clip_grad_norm_": "moesaic.train.grad_norm",
         "expert_fully_shard_modules": "moesaic.parallel",
         "expert_parallelize_modules": "moesaic.parallel",
         "export_hf": "moesaic.weights",
+        "find_spec": "moesaic.specs",
         "from_pretrained": "moesaic.parallel",
         "load_recipe": "moesaic.config",
         "parallelize": "moesaic.parallel",

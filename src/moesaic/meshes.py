@@ -1,18 +1,18 @@
 """Three views of the same ranks, each a root DeviceMesh of its own.
 
-| view   | axes                         | lays out                                                                        |
-|--------|------------------------------|---------------------------------------------------------------------------------|
-| data   | ``(dp, cp, tp)``             | dp: other samples; cp: other tokens of the same samples; tp: the same tokens    |
-| dense  | ``(mp_replicate, mp_shard, tp)`` | every parameter that is not a routed expert                                 |
-| expert | ``(edp, efsdp, ep)``         | routed experts; ep is innermost, so its all-to-all stays inside a node          |
+| view   | axes                             | lays out                                                                 |
+|--------|----------------------------------|--------------------------------------------------------------------------|
+| data   | ``(dp, cp, tp)``                 | dp: other samples; cp: other tokens of them; tp: the same tokens         |
+| dense  | ``(mp_replicate, mp_shard, tp)`` | every parameter that is not a routed expert                              |
+| expert | ``(edp, efsdp, ep)``             | routed experts; ep is innermost, so its all-to-all stays inside a node   |
 
-Each view is row-major over ranks 0..W-1. FSDP needs its own axis and the axis that already shards a parameter (tp, ep) to
-have one parent: that is why each view is a root.
+Each view is row-major over ranks 0..W-1. FSDP needs its own axis and the axis that already shards a parameter (tp, ep)
+to have one parent: that is why each view is a root.
 
 Example, 8 ranks, mp_replicate 2, ep 2, edp 2 (cp = tp = 1):
 
     dense  (2, 4, 1)   replicas {0..3} {4..7}; rank 5 holds shard 1 of replica 1
-    expert (2, 2, 2)   ep groups {0,1} {2,3} {4,5} {6,7}; efsdp groups {0,2} {1,3} {4,6} {5,7}; edp groups {0,4} {1,5} ...
+    expert (2, 2, 2)   ep groups {0,1} {2,3} {4,5} {6,7}; efsdp groups {0,2} {1,3} {4,6} {5,7}; edp groups {0,4} ...
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ EXPERT_AXES = ("edp", "efsdp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The three views. ``sizes`` are those they were built from; ``tokens`` is ``(dp, cp)`` of the data view flattened: the
-    ranks that hold different tokens, over which losses and token counts are summed.
+    """The three views. ``sizes`` are those they were built from; ``tokens`` is ``(dp, cp)`` of the data view flattened:
+    the ranks that hold different tokens, over which losses and token counts are summed.
     """
 
     sizes: ParallelSizes
@@ -44,12 +44,12 @@ class Meshes:
 
     @property
     def dense_fsdp(self) -> DeviceMesh:
-        """Mesh for ``fully_shard`` of dense parameters: ``(mp_replicate, mp_shard)``, or 1-D where there is one replica."""
+        """Mesh for ``fully_shard`` of dense parameters: ``(mp_replicate, mp_shard)``, or 1-D with one replica."""
         return self.dense["mp_shard"] if self.sizes.mp_replicate_size == 1 else self.dense["mp_replicate", "mp_shard"]
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """Mesh for ``fully_shard`` of experts: ``(edp, efsdp)``, or 1-D where there is one replica."""
+        """Mesh for ``fully_shard`` of experts: ``(edp, efsdp)``, or 1-D with one replica."""
         return self.expert["efsdp"] if self.sizes.edp_size == 1 else self.expert["edp", "efsdp"]
 
     def table(self) -> str:

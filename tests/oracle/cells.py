@@ -1,4 +1,4 @@
-"""What each rank runs for a parity cell: two steps of our own ``train_step``, compared with the one-process reference."""
+"""What each rank runs for a parity cell: two steps of our own ``train_step``, compared with one process's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -135,9 +135,4 @@ def worst(ours: dict[str, Any], reference: dict[str, Tensor]) -> tuple[float, st
 def assert_within_tolerance(errors: dict[str, Any]) -> None:
     """Every quantity within DESIGN's tolerance; the message shows all of them."""
     too_large = {key: errors[key] for key, bound in TOLERANCES.items() if not errors[key][0] <= bound}
-    assert not too_large, f"beyond tolerance: {too_large}; all: {({k: errors[k] for k in TOLERANCES})}"
-
-
-def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Named parameters as a dict."""
-    return dict(model.named_parameters())
+    assert not too_large, f"beyond tolerance: {too_large}; all: { ({k: errors[k] for k in TOLERANCES}) }"

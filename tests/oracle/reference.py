@@ -1,8 +1,8 @@
-"""The reference of every parity cell: plain transformers in one process, one document at a time, no padding, no packing.
+"""The reference of every parity cell: plain transformers, one process, one document at a time, no padding or packing.
 
-``load_reference`` makes (once per folder) a tiny checkpoint and, beside it, what one process computes on it: loss, every
-gradient, the gradient norms, and the weights after two steps of SGD with momentum, and of AdamW with eps 1e-4 (with the
-default eps AdamW turns the rounding of near-zero gradients into steps of +-lr).
+``load_reference`` makes (once per folder) a tiny checkpoint and, beside it, what one process computes on it: loss,
+every gradient, the gradient norms, and the weights after two steps of SGD with momentum, and of AdamW with eps 1e-4
+(with the default eps AdamW turns the rounding of near-zero gradients into steps of +-lr).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts as a library: the expert engine under somebody else's FSDP2 and loop, several models and meshes in one process."""
+"""The parts as a library: the expert engine under a caller's FSDP2; several models and meshes in one process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from tests.pool import RunRanks
 
 
 def load_whole(reference: Reference) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32, attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.train()
 
 
 def engine_under_plain_fsdp(rank: int, ep_size: int, reference: Reference) -> tuple[float, str]:
-    """Meshes, model, outer FSDP2 and loop are the caller's; its FSDP averages, and its loss is each rank's own share."""
+    """Meshes, model, outer FSDP2 and loop are the caller's; its FSDP averages, its loss is each rank's own share."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size // ep_size, ep_size), mesh_dim_names=("efsdp", "ep"))
     dp_mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
@@ -41,7 +42,8 @@ def engine_under_plain_fsdp(rank: int, ep_size: int, reference: Reference) -> tu
         fully_shard(layer, mesh=dp_mesh, ignored_params=ignored)
     fully_shard(model, mesh=dp_mesh, ignored_params=ignored)
 
-    (batch,) = (build_batch(d, "padded") for d in share_documents(reference.documents, Cell(world_size=world_size), rank))
+    (documents,) = share_documents(reference.documents, Cell(world_size=world_size), rank)
+    batch = build_batch(documents, "padded")
     num_tokens = sum(document.num_loss_tokens for document in reference.documents)
     loss = token_loss_sum(model(**batch.model_inputs()).logits, batch.labels) / num_tokens
     (loss * world_size).backward()

@@ -56,7 +56,10 @@ CELLS: dict[str, tuple[Case, Cell]] = {
         QWEN3,
         Cell(world_size=2, options=ParallelOptions(expert_parallel=False, activation_checkpointing=True)),
     ),
-    "no-reshard": (QWEN3, Cell(world_size=4, sizes={"ep_size": 2}, options=ParallelOptions(reshard_after_forward=False))),
+    "no-reshard": (
+        QWEN3,
+        Cell(world_size=4, sizes={"ep_size": 2}, options=ParallelOptions(reshard_after_forward=False)),
+    ),
     "ignored-modules-are-replicated": (
         QWEN3,
         Cell(

@@ -1,4 +1,4 @@
-"""A second oracle: transformers' own FSDP2 and expert parallelism, gradient by gradient, in every cell that it supports."""
+"""A second oracle: transformers' own FSDP2 and expert parallelism, gradient by gradient, where it supports the cell."""
 
 from __future__ import annotations
 

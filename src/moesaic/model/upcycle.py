@@ -160,7 +160,9 @@ def _choose_layers(layers: str | Sequence[int], num_layers: int, family: str) ->
     elif isinstance(layers, str) and all(part.strip().isdecimal() for part in layers.split(",")):
         chosen = [int(part) for part in layers.split(",")]
     elif isinstance(layers, str):
-        return (), [f"layers={layers!r}: must be 'all', 'every:N' with N of at least 1, or layer numbers like '4,9,14'."]
+        return (), [
+            f"layers={layers!r}: must be 'all', 'every:N' with N of at least 1, or layer numbers like '4,9,14'."
+        ]
     else:
         chosen = list(layers)
     problems = []
@@ -193,7 +195,9 @@ def _check_source(folder: Path, family: str) -> tuple[_Dense | None, list[str]]:
         expected = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight")  # transformers ties it to the embedding, whatever the file says
-    problems = [f"{field}: lacks {name}; the checkpoint is incomplete." for name in sorted(expected.keys() - files.keys())]
+    problems = [
+        f"{field}: lacks {name}; the checkpoint is incomplete." for name in sorted(expected.keys() - files.keys())
+    ]
     for name in sorted(expected.keys() & files.keys()):
         with safe_open(folder / files[name], framework="pt") as tensors:
             shape = tuple(tensors.get_slice(name).get_shape())

@@ -46,6 +46,9 @@ def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: dist
 
 
 def all_to_all_counts(counts_PC: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Row p of ``counts`` goes to rank p; row r of the result came from rank r. Collective over ``group``. [P, C] int64."""
+    """Row p of ``counts`` goes to rank p; row r of the result came from rank r. Collective over ``group``.
+
+    [P, C] int64 in and out.
+    """
     size = counts_PC.size(0)
     return _exchange(counts_PC, [1] * size, [1] * size, group)

@@ -1,12 +1,12 @@
 """Activation checkpointing of whole blocks in which the recomputation never routes again.
 
-A router run twice can choose other experts (another summation order, a tie), and then the recomputed activations belong to
-other tokens than the saved ones. So the results of two operators are kept instead of recomputed: the chosen top-k, and what
-the exchanges returned (tokens and counts), which also means that nothing is sent a second time.
+A router run twice can choose other experts (another summation order, a tie), and then the recomputed activations belong
+to other tokens than the saved ones. So the results of two operators are kept instead of recomputed: the chosen top-k,
+and what the exchanges returned (tokens and counts), which also means that nothing is sent a second time.
 
-torch's selective checkpointing could keep them, but it replays a region operator by operator, and a block holds nested FSDP
-units whose gathers run inside the region in one pass and ahead of it, prefetched, in the other. The two modes here look at
-the kept operators only.
+torch's selective checkpointing could keep them, but it replays a region operator by operator, and a block holds nested
+FSDP units whose gathers run inside the region in one pass and ahead of it, prefetched, in the other. The two modes here
+look at the kept operators only.
 """
 
 from __future__ import annotations

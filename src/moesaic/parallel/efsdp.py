@@ -20,9 +20,10 @@ class FSDPPlan:
     Attributes:
         mp_policy: compute and reduction dtypes.
         reshard_after_forward: free unsharded parameters between forward and backward.
-        gradient_divide_factor: what the summed gradient is divided by. 1 for losses that are already divided by the global
-            token count. Under a plain ``fully_shard``, which averages over its mesh, the loss is each rank's own mean:
-            then pass the number of ranks, for the experts' gradient is a sum over all of them (EP's exchange sums too).
+        gradient_divide_factor: what the summed gradient is divided by. 1 for losses that are already divided by the
+            global token count. Under a plain ``fully_shard``, which averages over its mesh, the loss is each rank's own
+            mean: then pass the number of ranks, for the experts' gradient is a sum over all of them (EP's exchange sums
+            too).
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -34,8 +35,8 @@ def set_gradient_sum(unit: FSDPModule, num_shards: int, divide_factor: float = 1
     """Reduce this unit's gradients as a sum, divided once by ``divide_factor``.
 
     The factor alone would use the backend's PREMUL_SUM, which gloo lacks and NCCL zeroes in bf16 up to torch 2.13
-    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides as
-    it copies, and a forced sum would divide a second time.
+    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides
+    as it copies, and a forced sum would divide a second time.
 
     Args:
         num_shards: size of the unit's shard axis.

@@ -1,8 +1,8 @@
 """Expert parallelism: experts split over the EP ranks, and the dispatcher at transformers' experts seam.
 
 transformers calls a registered function as an experts module's forward, chosen by name in that module's config. Ours is
-registered once; which dispatcher it uses is a value kept on each experts module, so two models with different meshes live
-in one process, and neither model code nor the router is touched.
+registered once; which dispatcher it uses is a value kept on each experts module, so two models with different meshes
+live in one process, and neither model code nor the router is touched.
 """
 
 from __future__ import annotations
@@ -89,11 +89,13 @@ def expert_parallelize_modules(model: nn.Module, ep_mesh: DeviceMesh, plan: Expe
         ep_mesh: 1-D; rank p gets experts ``[p*c, (p+1)*c)``, ``c = ceil(E/P)``.
 
     Raises:
-        ValueError: the glob matches nothing; a module is not at the experts seam, or was parallelized before; a rank would
-            be left without an expert.
+        ValueError: the glob matches nothing; a module is not at the experts seam, or was parallelized before; a rank
+            would be left without an expert.
     """
     modules = {name: model.get_submodule(name) for name in match_names(plan.modules, dict(model.named_modules()))}
-    problems = [problem for name, module in modules.items() if (problem := _problem(name, module, plan, ep_mesh.size()))]
+    problems = [
+        problem for name, module in modules.items() if (problem := _problem(name, module, plan, ep_mesh.size()))
+    ]
     if problems:
         raise ValueError("\n".join(problems))
     for module in modules.values():

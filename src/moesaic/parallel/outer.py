@@ -26,8 +26,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in model.modules() if type(module).__name__ in classes]
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__}: no module of the classes in _no_split_modules ({sorted(classes) or 'none declared'}); "
-            "nothing would be sharded block by block. Use a Hugging Face model class that declares them."
+            f"{type(model).__name__}: no module of the classes in _no_split_modules "
+            f"({sorted(classes) or 'none declared'}); nothing would be sharded block by block. "
+            "Use a Hugging Face model class that declares them."
         )
     return blocks
 
@@ -35,7 +36,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def apply_outer_fsdp(
     model: nn.Module, mesh: DeviceMesh, plan: FSDPPlan, ignored_params: set[nn.Parameter]
 ) -> list[FSDPModule]:
-    """``fully_shard`` each block and then the root over ``mesh``, along dim 0. In place; every rank of the mesh must call.
+    """``fully_shard`` each block, then the root, over ``mesh`` along dim 0. In place; every rank of the mesh must call.
 
     Args:
         mesh: ``mp_shard``, or ``(mp_replicate, mp_shard)`` for HSDP.
@@ -57,8 +58,8 @@ def apply_outer_fsdp(
 def replicate_modules(model: nn.Module, patterns: Sequence[str], device_type: str, plan: FSDPPlan) -> set[nn.Parameter]:
     """Keep the modules that the globs name whole on every rank; their gradients are still summed. In place.
 
-    They become FSDP units on a mesh of W replicas of one shard, so that dtypes, reduction and norm are those of every other
-    unit. Every rank must call it; no tensor parallelism (its ranks would count the same tokens again).
+    They become FSDP units on a mesh of W replicas of one shard, so that dtypes, reduction and norm are those of every
+    other unit. Every rank must call it; no tensor parallelism (its ranks would count the same tokens again).
 
     Returns:
         Their parameters, for the outer FSDP to ignore.
@@ -83,8 +84,8 @@ def apply_fsdp2(model: nn.Module, fsdp_kwargs: Mapping[str, Any]) -> nn.Module:
 
     Args:
         fsdp_kwargs: passed to ``fully_shard``: ``mesh`` (required), ``mp_policy``, ``reshard_after_forward``, ... The
-            default ``shard_placement_fn`` shards the first dim that the mesh's last axis divides, so that stacked experts
-            need no padding. Gradients are averaged over the mesh, as ``fully_shard`` does by default.
+            default ``shard_placement_fn`` shards the first dim that the mesh's last axis divides, so that stacked
+            experts need no padding. Gradients are averaged over the mesh, as ``fully_shard`` does by default.
 
     Raises:
         ValueError: ``mesh`` is missing, or the model has no blocks.

@@ -1,7 +1,7 @@
 """The order in which FSDP units are gathered ahead of their use, written out.
 
-FSDP2 would find it by itself, but expert parallelism reads split sizes to the host in every layer, and the gather of the
-next unit would only be issued after that.
+FSDP2 would find it by itself, but expert parallelism reads split sizes to the host in every layer, and the gather of
+the next unit would only be issued after that.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def build_expert_placement_fn(efsdp_size: int) -> ShardPlacementFn:
     """
 
     def placement(param: nn.Parameter) -> Shard:
-        taken = {dim for dim in map(shard_dim, param.placements) if dim is not None} if isinstance(param, DTensor) else ()
+        taken = (
+            {dim for dim in map(shard_dim, param.placements) if dim is not None} if isinstance(param, DTensor) else ()
+        )
         dim = first_even_dim(tuple(param.shape), efsdp_size, frozenset({0, *taken}))
         if dim is None:
             logger.warning(

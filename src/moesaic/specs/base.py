@@ -1,7 +1,7 @@
 """What moesaic has to know of a model family, as data. Torch-free.
 
-A spec names places in the unmodified Hugging Face module (globs whose ``*`` stands for exactly one path segment) and how
-the Hub's files hold the experts. Nothing in it runs.
+A spec names places in the unmodified Hugging Face module (globs whose ``*`` stands for exactly one path segment) and
+how the Hub's files hold the experts. Nothing in it runs.
 """
 
 from __future__ import annotations

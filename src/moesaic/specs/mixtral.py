@@ -1,4 +1,4 @@
-"""mixtral: the Hub says ``block_sparse_moe`` and ``w1``/``w3``/``w2`` where the module says ``mlp`` and gate/up/down."""
+"""mixtral: the Hub says ``block_sparse_moe``, ``w1``/``w3``/``w2`` where the module says ``mlp``, gate/up/down."""
 
 from moesaic.specs.base import ExpertParam, ModelSpec
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float | None, norm_type: float = 2.0) -> Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``; every rank must call it.
 
-    One all-reduce per mesh on which parameters live (over all its ranks). A value that several ranks hold (a Replicate axis)
-    counts once. A parameter without a gradient counts as zero.
+    One all-reduce per mesh on which parameters live (over all its ranks). A value that several ranks hold (a Replicate
+    axis) counts once. A parameter without a gradient counts as zero.
 
     Args:
         parameters: DTensors on any meshes, or plain tensors (equal on every rank, counted once).

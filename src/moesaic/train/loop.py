@@ -20,6 +20,7 @@ from moesaic.train.flops import model_flops_per_token
 from moesaic.train.metrics import Meter, MetricsWriter
 from moesaic.train.setup import DTYPES, EXPORT, Run, build_model, build_run, spec_of, start
 from moesaic.train.step import StepResult, train_step
+from moesaic.train.warm_up import warm_up_collectives
 from moesaic.weights.export import export_hf
 
 
@@ -39,6 +40,7 @@ def train(recipe: Recipe) -> None:
         ValueError: see ``build_run``.
     """
     run = build_run(recipe)
+    warm_up_collectives(run.model, run.meshes)
     with _open_writer(run) as writer:
         _train_steps(run, writer)
     folder = run.output_dir / EXPORT

@@ -1,4 +1,7 @@
-"""Losses as sums over tokens; the caller divides by a global count. Shape suffixes: B rows, S positions, V vocabulary."""
+"""Losses as sums over tokens; the caller divides by a global count.
+
+Shape suffixes: B rows, S positions, V vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class StepResult:
     """What one step did.
 
     Attributes:
-        loss_share: 0-D fp32, this rank's token losses over the global token count; summed over the ranks that hold different
-            tokens (``meshes.tokens``) it is the step's loss. Not reduced here: whoever logs it does.
+        loss_share: 0-D fp32, this rank's token losses over the global token count; summed over the ranks that hold
+            different tokens (``meshes.tokens``) it is the step's loss. Not reduced here: whoever logs it does.
         grad_norm: global norm before clipping.
         num_tokens: 0-D int64, loss tokens of the step, global.
         is_finite: False where the norm was not finite: then no rank has moved its weights, optimizer or schedule.
@@ -49,7 +49,7 @@ def train_step(
     meshes: Meshes,
     max_grad_norm: float | None,
 ) -> StepResult:
-    """Forward, backward, clip, step. Every rank must call it, with equally many micro-batches (some may be empty of loss).
+    """Forward, backward, clip, step. Every rank must call it, with equally many micro-batches (some may have no loss).
 
     Args:
         micro_batches: this rank's, already on the device.
@@ -66,7 +66,7 @@ def train_step(
     for batch in micro_batches:
         logits = model(**batch.model_inputs()).logits
         loss = token_loss_sum(logits, batch.labels) / divisor
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         loss_share += loss.detach()
 
     # Norm over all meshes, clip, and move only if every rank can.
