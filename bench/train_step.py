@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 
 from moesaic.data.batch import Batch
 from moesaic.meshes import build_meshes
-from moesaic.parallel.apply import ParallelOptions, from_pretrained
+from moesaic.parallel.apply import from_pretrained
 from moesaic.train.losses import token_loss_sum
 from moesaic.train.step import train_step
 
@@ -62,11 +62,11 @@ def build_batch(rank: int) -> Batch:
     return Batch(input_ids=tokens[:, :-1].clone(), labels=tokens[:, 1:].clone(), position_ids=positions)
 
 
-def build_our_step(folder: Path, ep_size: int, options: ParallelOptions) -> Callable[[], float]:
+def build_our_step(folder: Path, ep_size: int) -> Callable[[], float]:
     """Our side: one call is one optimizer step; returns the gradient norm."""
     meshes = build_meshes(ep_size=ep_size)
-    model = from_pretrained(folder, meshes, options=options, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    model = from_pretrained(folder, meshes, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batch = build_batch(dist.get_rank())
     return lambda: train_step(model, [batch], optimizer, None, meshes, MAX_NORM).grad_norm
 
@@ -78,7 +78,7 @@ def build_their_step(folder: Path, ep_size: int) -> Callable[[], float]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=config, dtype=torch.float32, attn_implementation="sdpa"
     ).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batch = build_batch(dist.get_rank())
     inputs = batch.model_inputs()
 
@@ -113,40 +113,52 @@ def their_clip_grad_norm(parameters: list[torch.nn.Parameter]) -> float:
     return total.item()
 
 
-def run_rank(rank: int, world_size: int, folder: str, ep_size: int, num_pairs: int, out: str) -> None:
-    """Alternate both sides' steps; rank 0 writes the times."""
+BUILDERS: dict[str, Callable[[Path, int], Callable[[], float]]] = {"ours": build_our_step, "theirs": build_their_step}
+
+
+def run_rank(
+    rank: int, world_size: int, folder: str, ep_size: int, sides: tuple[str, ...], num_rounds: int, out: str
+) -> None:
+    """``num_rounds`` times one step of each side, the order turning every round; rank 0 writes times and peak memory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world_size)
     steps: dict[str, Callable[[], float]] = {}
-    peaks: dict[str, float] = {}
-    for name, build in (
-        ("ours", lambda: build_our_step(Path(folder), ep_size, ParallelOptions())),
-        ("theirs", lambda: build_their_step(Path(folder), ep_size)),
-    ):
-        steps[name] = build()
-        norms = [steps[name](), steps[name]()]  # builds communicators and the optimizer's state
-        peaks[name] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        if dist.get_rank() == 0:
-            print(f"{name}: gradient norms of two steps {norms}", flush=True)
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
-    for pair in range(num_pairs):
-        for name in ("ours", "theirs") if pair % 2 else ("theirs", "ours"):
+    for side in sides:
+        steps[side] = BUILDERS[side](Path(folder), ep_size)
+        norms = [steps[side](), steps[side]()]  # builds communicators and the optimizer's state
+        if rank == 0:
+            print(f"{side}: gradient norms of the first two steps {norms}", flush=True)
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(num_rounds):
+        for side in sides if turn % 2 else reversed(sides):
             dist.barrier()
             start = time.perf_counter()
-            steps[name]()
+            steps[side]()
             dist.barrier()
-            times[name].append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"times_s": times, "peak_rss_gib": peaks}))
+            times[side].append(time.perf_counter() - start)
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        Path(out).write_text(json.dumps({"times_s": times, "peak_rss_gib": peak.item()}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def spawn(arguments: argparse.Namespace, folder: Path, sides: tuple[str, ...], num_rounds: int) -> dict[str, Any]:
+    """Run the ranks, return what rank 0 wrote."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out.json"
+        ranks = (arguments.nproc, str(folder), arguments.ep, sides, num_rounds, str(out))
+        torch.multiprocessing.spawn(run_rank, ranks, nprocs=arguments.nproc)
+        result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def measure_floor(folder: Path, world_size: int) -> float:
     """Median time of one process's step on the whole batch with all cores."""
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batches = [build_batch(rank) for rank in range(world_size)]
     ids, labels = torch.cat([b.input_ids for b in batches]), torch.cat([b.labels for b in batches])
     times = []
@@ -160,10 +172,12 @@ def measure_floor(folder: Path, world_size: int) -> float:
     return statistics.median(times[1:])
 
 
-def summarize(result: dict[str, Any], arguments: argparse.Namespace, floor_s: float) -> dict[str, Any]:
-    """Median and 75th percentile of the pairwise ratio, medians of each side, the floor."""
-    ours, theirs = result["times_s"]["ours"], result["times_s"]["theirs"]
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+def summarize(
+    times_s: dict[str, list[float]], peaks_gib: dict[str, float], floor_s: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Median and 75th percentile of the pairwise ratio, medians of each side, the floor, peak memory of a rank."""
+    ours, theirs = times_s["ours"], times_s["theirs"]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return {
         "size": arguments.size,
         "nproc": arguments.nproc,
@@ -173,8 +187,8 @@ def summarize(result: dict[str, Any], arguments: argparse.Namespace, floor_s: fl
         "ratio_p75": round(statistics.quantiles(ratios, n=4)[2], 3),
         "ours_s": round(statistics.median(ours), 4),
         "theirs_s": round(statistics.median(theirs), 4),
-        "floor_one_process_s": round(floor_s, 4),
-        "peak_rss_gib_after": result["peak_rss_gib"],
+        "one_process_s": round(floor_s, 4),
+        "peak_rss_gib": {side: round(peak, 3) for side, peak in peaks_gib.items()},
     }
 
 
@@ -188,14 +202,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder, out = Path(scratch) / "model", Path(scratch) / "times.json"
+        folder = Path(scratch) / "model"
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(build_config(arguments.size), dtype=torch.float32).save_pretrained(folder)
+        # Memory apart, one side a run: in a shared process the second would hide the first.
+        peaks_gib = {side: spawn(arguments, folder, (side,), 2)["peak_rss_gib"] for side in BUILDERS}
+        times_s = spawn(arguments, folder, tuple(BUILDERS), arguments.pairs)["times_s"]
         floor_s = measure_floor(folder, arguments.nproc)
-        torch.multiprocessing.spawn(
-            run_rank, (arguments.nproc, str(folder), arguments.ep, arguments.pairs, str(out)), nprocs=arguments.nproc
-        )
-        summary = summarize(json.loads(out.read_text()), arguments, floor_s)
+        summary = summarize(times_s, peaks_gib, floor_s, arguments)
     print(json.dumps(summary, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n")

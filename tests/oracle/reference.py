@@ -15,7 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import MixtralConfig, PretrainedConfig, PreTrainedModel, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from moesaic.data.batch import IGNORE_INDEX, Sample
@@ -83,6 +90,19 @@ def build_config(case: Case) -> PretrainedConfig:
             intermediate_size=96,
             norm_topk_prob=normalised,
             decoder_sparse_step=1,
+        )
+    if case.family == "qwen3_5_moe":
+        return Qwen3_5MoeTextConfig(
+            **common,
+            head_dim=16,
+            num_experts=case.num_experts,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=48,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
         )
     assert case.family == "mixtral", case.family
     return MixtralConfig(**common, num_local_experts=case.num_experts, intermediate_size=32, sliding_window=None)

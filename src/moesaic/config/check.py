@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from moesaic.config.model_check import model_problems
+from moesaic.config.model_check import model_problems, packing_problems
 from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
 from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import DatasetConfig, Fsdp2Config, Recipe
@@ -251,6 +251,7 @@ def _batch_problems(case: _Case) -> Iterable[Problem]:
 CHECKS: tuple[_Check, ...] = (
     *(_only_so_far(field) for field in ONLY_SO_FAR),
     _Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
+    _Check(needs=("model", "packing"), find=lambda case: packing_problems(case.recipe)),
     _Check(needs=("train_dataset.path",), find=lambda case: _missing_file("train_dataset", case.recipe.train_dataset)),
     _Check(needs=("eval_dataset.path",), find=lambda case: _missing_file("eval_dataset", case.recipe.eval_dataset)),
     _Check(needs=("kernel_config.name", "kernel_config.include_kernels"), find=_kernel_problems),

@@ -42,6 +42,16 @@ def model_problems(recipe: Recipe) -> Iterable[Problem]:
         yield problem
 
 
+def packing_problems(recipe: Recipe) -> Iterable[Problem]:
+    """Packed rows for a model whose ``config.json`` names linear-attention layers: their state doesn't restart."""
+    config = _read_config(Path(recipe.model))
+    if not recipe.packing or isinstance(config, Problem):
+        return
+    if any("linear_attention" in (part.get("layer_types") or ()) for part in _parts(config)):
+        rule = "not yet: linear attention would carry its state from one packed sample into the next"
+        yield Problem(field="packing", value=True, rule=rule, remedy="set packing: false")
+
+
 def _read_config(folder: Path) -> Mapping[str, Any] | Problem:
     """The folder's config.json, or why there is none."""
     path = folder / "config.json"
@@ -62,11 +72,16 @@ def _read_config(folder: Path) -> Mapping[str, Any] | Problem:
 
 
 def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:
-    """Routed experts per layer. A model with several parts (text and images) has the number under ``text_config``."""
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
+    """Routed experts per layer."""
+    for part in _parts(config):
         for field in spec.num_experts_fields:
             count = part.get(field)
             if isinstance(count, int) and count >= 1:
                 return count
     return None
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The config, and its ``text_config``, where a model of several parts (text and images) has what is the text's."""
+    text_config = config.get("text_config")
+    return (config, text_config) if isinstance(text_config, dict) else (config,)

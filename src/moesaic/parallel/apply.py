@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from moesaic.kernels import KernelSelection, apply_kernels, select_kernels
 from moesaic.meshes import Meshes
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
@@ -62,6 +63,7 @@ def from_pretrained(
     options: ParallelOptions | None = None,
     attn_implementation: str | None = None,
     spec: ModelSpec | None = None,
+    kernels: KernelSelection | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face model from a checkpoint folder, parallelized and loaded. Every rank must call it.
 
@@ -72,17 +74,20 @@ def from_pretrained(
         options: see ``ParallelOptions``.
         attn_implementation: as in transformers; None picks what transformers' ``from_pretrained`` would pick.
         spec: the family's spec; default: the registered one of the config's ``model_type`` (needed on path B).
+        kernels: implementations of operators, see ``select_kernels``; default: ``auto`` for the meshes' device.
 
     Returns:
         The model in training mode; parameters are DTensors, ``state_dict()`` keys are the Hugging Face module's.
 
     Raises:
-        ValueError: no spec for the family, or the checkpoint doesn't fit the model (all keys listed).
+        ValueError: no spec for the family, kernels that match nothing in the model, or a checkpoint that doesn't fit it
+            (all keys listed).
     """
     options = options or ParallelOptions()
     model = build_on_meta(path, attn_implementation=attn_implementation, dtype=options.storage_dtype)
     if spec is None and (options.expert_parallel or model.config.model_type in registered_specs()):
         spec = find_spec(model.config.model_type)
+    apply_kernels(model, kernels or select_kernels(device_type=meshes.dense.device_type))
     parallelize(model, meshes, spec, options)
     materialize(model, torch.device(meshes.dense.device_type))
     load_weights(model, Path(path), spec)
@@ -127,7 +132,7 @@ def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan) -
         "reshard_after_forward": fsdp_plan.reshard_after_forward,
     }
     for unit in _units(apply_fsdp2(model, kwargs)):
-        set_gradient_sum(unit, meshes.sizes.mp_shard_size)
+        set_gradient_sum(unit, meshes.dense_fsdp)
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:

@@ -31,18 +31,17 @@ class FSDPPlan:
     gradient_divide_factor: float = 1.0
 
 
-def set_gradient_sum(unit: FSDPModule, num_shards: int, divide_factor: float = 1.0) -> None:
-    """Reduce this unit's gradients as a sum, divided once by ``divide_factor``.
+def set_gradient_sum(unit: FSDPModule, mesh: DeviceMesh, divide_factor: float = 1.0) -> None:
+    """Reduce this unit's gradients over its ``mesh`` as a sum, divided once by ``divide_factor``.
 
     The factor alone would use the backend's PREMUL_SUM, which gloo lacks and NCCL zeroes in bf16 up to torch 2.13
-    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides
-    as it copies, and a forced sum would divide a second time.
-
-    Args:
-        num_shards: size of the unit's shard axis.
+    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides as
+    it copies, and a forced sum would divide a second time. One rank and factor 1 need neither: FSDP then only copies.
     """
+    if mesh.size() == 1 and divide_factor == 1.0:
+        return
     unit.set_gradient_divide_factor(divide_factor)
-    unit.set_force_sum_reduction_for_comms(num_shards > 1)
+    unit.set_force_sum_reduction_for_comms(mesh.size(-1) > 1)
 
 
 def expert_fully_shard_modules(
@@ -73,6 +72,6 @@ def expert_fully_shard_modules(
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             mp_policy=fsdp_plan.mp_policy,
         )
-        set_gradient_sum(unit, efsdp_mesh.size(-1), fsdp_plan.gradient_divide_factor)
+        set_gradient_sum(unit, efsdp_mesh, fsdp_plan.gradient_divide_factor)
         experts_params.update(module.parameters())
     return experts_params

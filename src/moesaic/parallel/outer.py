@@ -51,7 +51,7 @@ def apply_outer_fsdp(
     ]
     # The root's parameters (embedding, final norm, head) are needed again at once in backward: it keeps them.
     for unit in (*blocks, fully_shard(model, reshard_after_forward=False, **common)):
-        set_gradient_sum(unit, mesh.size(-1), plan.gradient_divide_factor)
+        set_gradient_sum(unit, mesh, plan.gradient_divide_factor)
     return blocks
 
 
@@ -74,7 +74,7 @@ def replicate_modules(model: nn.Module, patterns: Sequence[str], device_type: st
     replicated: set[nn.Parameter] = set()
     for module in map(model.get_submodule, names):
         unit = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=plan.mp_policy)
-        set_gradient_sum(unit, 1, plan.gradient_divide_factor)
+        set_gradient_sum(unit, mesh, plan.gradient_divide_factor)
         replicated.update(module.parameters())
     return replicated
 

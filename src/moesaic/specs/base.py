@@ -38,6 +38,8 @@ class ModelSpec:
         hub_layout: how the Hub stores experts, and so how they are exported: one tensor per expert, or stacked exactly
             as in the module. Loading takes either.
         hub_renames: (in the module's name, in the Hub's key) substrings that differ between the two.
+        other_prefixes: (prefix of the module's names, what some folders have in its place). Loading takes either;
+            exports have the module's.
         top_k_field: name in ``config.json`` of the number of experts a token chooses.
         num_experts_fields: names in ``config.json`` of the number of routed experts; the Hub's own files and those that
             transformers saves may differ. The first that is there counts.
@@ -53,6 +55,7 @@ class ModelSpec:
     )
     hub_layout: Literal["per_expert", "stacked"] = "per_expert"
     hub_renames: tuple[tuple[str, str], ...] = ()
+    other_prefixes: tuple[tuple[str, str], ...] = ()
     num_experts_fields: tuple[str, ...] = ("num_experts", "num_local_experts")
     top_k_field: str = "num_experts_per_tok"
 

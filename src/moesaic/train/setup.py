@@ -19,6 +19,7 @@ from moesaic import __version__
 from moesaic.checkpoint import TrainState, find_latest, load_checkpoint
 from moesaic.config import DatasetConfig, Fsdp2Config, Recipe, num_micro_batches, save_recipe
 from moesaic.data import BatchLoader, DataReport, EvalLoader, SftDataset, build_sft_dataset, choose_pad_token_id
+from moesaic.kernels import find_bound_kernels, select_kernels
 from moesaic.meshes import Meshes, build_meshes
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.runtime import device_type, init_process_group, seed_all, use_determinism
@@ -74,6 +75,8 @@ def build_run(recipe: Recipe) -> Run:
     save_run_facts(recipe, meshes)
     data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
     model = build_model(recipe, meshes)
+    _refuse_packing(recipe, model)
+    save_kernel_facts(recipe, model)
     num_steps = recipe.max_steps or recipe.num_train_epochs * data.loader.num_steps_per_epoch
     optimizer = build_optimizer(model, recipe.optim_config, recipe.learning_rate)
     scheduler = build_scheduler(optimizer, recipe.lr_scheduler_config, num_steps)
@@ -158,7 +161,13 @@ def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
         activation_checkpointing=recipe.activation_checkpointing,
         fsdp_ignored_modules=() if path_b is None else path_b.fsdp_ignored_modules,
     )
-    return from_pretrained(recipe.model, meshes, options=options, attn_implementation=recipe.attn_implementation)
+    return from_pretrained(
+        recipe.model,
+        meshes,
+        options=options,
+        attn_implementation=recipe.attn_implementation,
+        kernels=select_kernels(recipe.kernel_config, device_type=meshes.dense.device_type),
+    )
 
 
 def spec_of(model: PreTrainedModel) -> ModelSpec | None:
@@ -202,6 +211,24 @@ def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
         "packages": {name: version(name) for name in PACKAGES},
     }
     (folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def save_kernel_facts(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Add to ``environment.json`` which implementation each operator of ``model`` runs. By rank 0."""
+    if dist.get_rank() != 0:
+        return
+    path = Path(recipe.output_dir) / "environment.json"
+    facts = {**json.loads(path.read_text(encoding="utf-8")), "kernels": find_bound_kernels(model)}
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_packing(recipe: Recipe, model: PreTrainedModel) -> None:
+    """The same check as the recipe's, for a model whose config doesn't show that it has linear attention."""
+    if recipe.packing and find_bound_kernels(model):
+        raise ValueError(
+            "packing=true: not yet for a model with linear attention, which would carry its state from one packed "
+            "sample into the next. Set packing: false."
+        )
 
 
 def _build_dataset(

@@ -90,15 +90,19 @@ def find_hub_tensors(
     fqn: str, shape: Sequence[int], spec: ModelSpec | None, available_keys: Collection[str]
 ) -> list[HubTensor]:
     """The tiling of ``fqn`` that ``available_keys`` hold: the spec's own, or the other expert layout, or the module's
-    names without the spec's renames (both are what other tools write). Where none is complete, the one with the most
-    keys there, the spec's own at a tie: its missing keys are what a message should list."""
+    names without the spec's renames (both are what other tools write), or under one of the spec's other prefixes. Where
+    none is complete, the one with the most keys there, the spec's own at a tie: its missing keys are what a message
+    should list."""
     first: Layout = "stacked" if spec is None else spec.hub_layout
     layouts: tuple[Layout, ...] = (first, "per_expert" if first == "stacked" else "stacked")
     if find_expert_param(fqn, spec) is None:
         layouts = layouts[:1]
     best: list[HubTensor] = []
     best_num_there = -1
-    for name in dict.fromkeys((hub_name(fqn, spec), fqn)):
+    names = [hub_name(fqn, spec), fqn]
+    for prefix, other in spec.other_prefixes if spec is not None else ():
+        names += [other + name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    for name in dict.fromkeys(names):
         for layout in layouts:
             tensors = list(_tile(fqn, name, tuple(shape), spec, layout))
             num_there = sum(tensor.key in available_keys for tensor in tensors)
