@@ -44,7 +44,7 @@ quickstart: $(VENV)/.installed-quickstart  ## upcycle a small model to a MoE, tr
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash quickstart/run.sh
 
 bench: venv  ## our training step beside transformers' own expert parallelism, and one process
-	$(BIN)/python bench/train_step.py --json
+	$(BIN)/python -m bench.train_step
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build dist outputs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -119,7 +119,7 @@ BUILDERS: dict[str, Callable[[Path, int], Callable[[], float]]] = {"ours": build
 def run_rank(
     rank: int, world_size: int, folder: str, ep_size: int, sides: tuple[str, ...], num_rounds: int, out: str
 ) -> None:
-    """``num_rounds`` times one step of each side, the order turning every round; rank 0 writes times and peak memory."""
+    """``num_rounds`` times a step of each side, the order turning every round; rank 0 writes times and peak memory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=rank, world_size=world_size)
     steps: dict[str, Callable[[], float]] = {}

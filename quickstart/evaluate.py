@@ -1,6 +1,6 @@
 """Accuracy of a saved model on held-out sums: plain transformers, one process, greedy answers.
 
-    python -m quickstart.evaluate build/quickstart/model build/quickstart/data/heldout.jsonl --out before.json
+python -m quickstart.evaluate build/quickstart/model build/quickstart/data/heldout.jsonl --out before.json
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def save_dense(gguf: Path, out_folder: Path) -> None:
         source, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     fields = unpacked.config.to_dict()
-    for leftover in ("quantization_config", "_name_or_path"):
+    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         fields.pop(leftover, None)
     # GGUF keeps it in fp32, which reads as 9.999999747378752e-06.
     fields["rms_norm_eps"] = float(f"{fields['rms_norm_eps']:.6g}")
@@ -127,8 +127,8 @@ def check(build_folder: Path) -> float:
     largest = max((a - b).abs().max().item() for a, b in zip(dense_logits, moe_logits, strict=True))
     if differing or largest > MAX_LOGIT_DIFFERENCE:
         raise ValueError(
-            f"{moe}: logits differ by {largest:.1e} from the dense model's (at most {MAX_LOGIT_DIFFERENCE:.0e}), greedy "
-            f"answers to {differing} differ; remove {build_folder} and prepare it again."
+            f"{moe}: logits differ by {largest:.1e} from the dense model's (at most {MAX_LOGIT_DIFFERENCE:.0e}), "
+            f"greedy answers to {differing} differ; remove {build_folder} and prepare it again."
         )
     return largest
 

@@ -2,9 +2,9 @@
 
     python -m quickstart.sums --out-folder build/quickstart/data     # train.jsonl and heldout.jsonl
 
-One line of either file: ``{"messages": [system, user, assistant]}``, with ``45 + 32 =`` from the user and ``77`` from the
-assistant. Two sums have the same operands if the numbers are the same in any order: ``45 + 32`` and ``32 + 45`` are on
-the same side of the split, and so is the one that swaps places with itself, ``45 + 45``.
+One line of either file: ``{"messages": [system, user, assistant]}``, with ``45 + 32 =`` from the user and ``77`` from
+the assistant. Two sums have the same operands if the numbers are the same in any order: ``45 + 32`` and ``32 + 45`` are
+on the same side of the split.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def operands(row: Row) -> tuple[int, ...]:
     return tuple(sorted(int(number) for number in re.findall(r"\d+", asked)))
 
 
-def build_split(num_train: int = NUM_TRAIN, num_heldout: int = NUM_HELDOUT, seed: int = SEED) -> tuple[list[Row], list[Row]]:
+def build_split(
+    num_train: int = NUM_TRAIN, num_heldout: int = NUM_HELDOUT, seed: int = SEED
+) -> tuple[list[Row], list[Row]]:
     """Training and held-out rows with disjoint operands; no question twice, and no held-out operands twice.
 
     Raises:
@@ -120,7 +122,7 @@ def load_rows(path: Path) -> list[Row]:
 
 
 def save_split(out_folder: Path, train: Sequence[Row], heldout: Sequence[Row]) -> None:
-    """Write ``train.jsonl`` and ``heldout.jsonl``; refuse an overlap (``check_disjoint``) before anything is written."""
+    """Write ``train.jsonl`` and ``heldout.jsonl``; an overlap is refused (``check_disjoint``) before that."""
     check_disjoint(train, heldout)
     out_folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.jsonl", train), ("heldout.jsonl", heldout)):

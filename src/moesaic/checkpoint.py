@@ -72,7 +72,7 @@ def save_checkpoint(output_dir: Path, state: TrainState, step: int, keep: int | 
     Raises:
         ValueError: a parameter is laid out in a way that DCP would describe wrongly.
     """
-    _refuse_strided(state.model)
+    refuse_strided(state.model)
     folder = output_dir / f"step-{step:06d}"
     scratch = folder.with_name(folder.name + ".tmp")
     is_first = dist.get_rank() == 0
@@ -102,7 +102,7 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
         ValueError: ``folder`` holds no complete checkpoint; DCP can't describe the parameters' layout; the data isn't
             that of the saved run.
     """
-    _refuse_strided(state.model)
+    refuse_strided(state.model)
     _refuse_incomplete(folder)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors, rest = _tensors(state), _rest(state, step=0)
@@ -126,7 +126,7 @@ def load_model(folder: Path, model: nn.Module) -> None:
     Raises:
         ValueError: as ``load_checkpoint``.
     """
-    _refuse_strided(model)
+    refuse_strided(model)
     _refuse_incomplete(folder)
     weights = {"model": model.state_dict()}
     dcp.load(weights, checkpoint_id=folder)
@@ -195,8 +195,14 @@ def _is_sharded_twice(param: DTensor) -> bool:
     return len(set(dims)) < len(dims)
 
 
-def _refuse_strided(model: nn.Module) -> None:
-    """DCP takes a ``_StridedShard``'s rows, which lie apart, for one contiguous chunk, and would mix them up."""
+def refuse_strided(model: nn.Module) -> None:
+    """Refuse a model that can't be checkpointed; ask before training it.
+
+    DCP takes a ``_StridedShard``'s rows, which lie apart, for one contiguous chunk, and would mix them up.
+
+    Raises:
+        ValueError: a parameter has one dim sharded by two axes.
+    """
     strided = [
         name for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_sharded_twice(param)
     ]

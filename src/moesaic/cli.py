@@ -14,6 +14,7 @@ from moesaic.config import (
     Recipe,
     RecipeError,
     load_recipe,
+    load_saved_recipe,
     num_micro_batches,
     resolve_sizes,
 )
@@ -96,14 +97,17 @@ def export(
     nproc: Nproc = None,
 ) -> None:
     """Turn a checkpoint into Hugging Face safetensors. The run's recipe.yaml is read from beside the checkpoint."""
-    checked = _load(checkpoint.absolute().parent / "recipe.yaml", None, None)
+    try:
+        saved = load_saved_recipe(checkpoint.absolute().parent / "recipe.yaml")
+    except RecipeError as error:
+        _fail(str(error))
     world = nproc or 1
     if world > 1 and not runtime.under_launcher():
         command = ["-m", "moesaic.cli", "export", str(checkpoint), str(out)]
         raise typer.Exit(runtime.launch(command, world, checkpoint.absolute().parent / "logs"))
     from moesaic.train.loop import export_checkpoint
 
-    runtime.run_rank(export_checkpoint, checked, checkpoint, out)
+    runtime.run_rank(export_checkpoint, saved, checkpoint, out)
 
 
 @app.command()

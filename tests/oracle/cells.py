@@ -133,6 +133,6 @@ def worst(ours: dict[str, Any], reference: dict[str, Tensor]) -> tuple[float, st
 
 
 def assert_within_tolerance(errors: dict[str, Any]) -> None:
-    """Every quantity within DESIGN's tolerance; the message shows all of them."""
+    """Every quantity within its tolerance; the message shows all of them."""
     too_large = {key: errors[key] for key, bound in TOLERANCES.items() if not errors[key][0] <= bound}
     assert not too_large, f"beyond tolerance: {too_large}; all: { ({k: errors[k] for k in TOLERANCES}) }"

@@ -26,12 +26,9 @@ UNSUPPORTED = {
     "edp2-ep2": "the same",
     "7-experts-ep4": "refuses experts that don't divide by ep",
     "7-experts-ep2-efsdp2": "the same",
+    "7-experts-ep2-efsdp3-strided": "the same",
     "more-shards-than-experts": "loading fails on the rank whose dim-0 shard is empty, and the others hang",
     "ignored-modules-are-replicated": "has no such option",
-    "checkpointed-ep2": "its recomputation routes and exchanges again: another computation",
-    "checkpointed-ep4-packed": "the same",
-    "qwen2-shared-expert-ep4-checkpointed": "the same",
-    "checkpointed-path-a": "the same",
 }
 SUPPORTED = sorted(set(CELLS) - set(UNSUPPORTED))
 

@@ -50,6 +50,19 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
     path.write_text(dump_recipe(recipe), encoding="utf-8")
 
 
+def load_saved_recipe(path: Path) -> Recipe:
+    """What ``save_recipe`` wrote. Keys and types are checked; files, sizes and machines are not: they may have moved.
+
+    Raises:
+        RecipeError: the file is not a saved recipe of this version.
+    """
+    data, problems = _read_mapping(path)
+    recipe, more_problems, _ = parse_recipe(data)
+    if problems or more_problems:
+        raise RecipeError(problems + more_problems, source=str(path))
+    return recipe
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1's safe subset, with two differences: ``1e-4`` is a number, and a key given twice is reported."""
 

@@ -68,17 +68,26 @@ class KernelConfig(Section):
     """Implementations of operators, chosen before sharding and independent of ``dist_config``."""
 
     name: Annotated[
-        str, about(LF, "Comma-separated: `auto` (what fits the device), `flash-linear-attention` (only if listed).")
+        str,
+        about(
+            LF,
+            "Comma-separated: `auto` (what fits the device), `flash-linear-attention` (only if listed; on a device "
+            "where it can't run, the reference runs and the log says so).",
+        ),
     ] = "auto"
     include_kernels: Annotated[
         str | None,
         about(
             LF,
             "Comma-separated operators to take from `name`: `chunk_gated_delta_rule`, "
-            "`fused_recurrent_gated_delta_rule`. Unset or `auto`: all that the model has.",
+            "`fused_recurrent_gated_delta_rule`; the model must have them, and others get the reference. Unset or "
+            "`auto`: all that the model has.",
         ),
     ] = None
-    chunk_size: Annotated[Literal[16, 32, 64], about(FSDPTURBO, "Tokens per chunk of the gated delta rule.")] = 64
+    chunk_size: Annotated[
+        Literal[16, 32, 64],
+        about(FSDPTURBO, "Tokens per chunk of the gated delta rule; changes rounding, speed and memory only."),
+    ] = 64
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,7 +187,12 @@ class Recipe(Section):
     ] = None
     cutoff_len: Annotated[int, about(LF, "Most tokens of one sequence.", ge=2)] = 2048
     packing: Annotated[
-        bool, about(OURS, "Several samples in one sequence; none attends to another, and positions restart.")
+        bool,
+        about(
+            OURS,
+            "Several samples in one sequence; none attends to another, and positions restart. Not yet for models with "
+            "linear attention.",
+        ),
     ] = False
     # training
     stage: Annotated[

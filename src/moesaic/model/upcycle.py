@@ -1,12 +1,12 @@
 """Dense to mixture of experts: each chosen layer's MLP becomes ``num_experts`` copies of itself behind a fresh router.
 
-With normalised top-k weights the copies' weighted sum is the MLP's own output, so at ``noise=0`` the MoE computes what the
-dense model computes (up to rounding), and training starts from there. Sources: models whose blocks are Llama's (llama,
-qwen2, mistral). The folder is written in the Hub's keys, one expert per tensor, one file per layer: the peak memory is
-one layer of the MoE.
+With normalised top-k weights the copies' weighted sum is the MLP's own output, so at ``noise=0`` the MoE computes what
+the dense model computes (up to rounding), and training starts from there. Sources: models whose blocks are Llama's
+(llama, qwen2, mistral). The folder is written in the Hub's keys, one expert per tensor, one file per layer: the peak
+memory is one layer of the MoE.
 
-Example: SmolLM2-135M (30 layers, hidden 576, MLP 1536), ``qwen2_moe``, ``layers="every:5"``, 8 experts: layers 4, 9, 14,
-19, 24, 29 become sparse, 7 more copies of 3 * 576 * 1536 weights in each, 134.5M -> 246.7M parameters.
+Example: SmolLM2-135M (30 layers, hidden 576, MLP 1536), ``qwen2_moe``, ``layers="every:5"``, 8 experts: layers 4, 9,
+14, 19, 24, 29 become sparse, 7 more copies of 3 * 576 * 1536 weights in each, 134.5M -> 246.7M parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,8 @@ _COPIED_FIELDS = (
     "pad_token_id bos_token_id eos_token_id"
 ).split()
 _COPIED_FILES = (
-    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json merges.txt "
-    "chat_template.jinja chat_template.json generation_config.json"
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
+    "merges.txt chat_template.jinja chat_template.json generation_config.json"
 ).split()
 
 
@@ -98,7 +98,7 @@ def upcycle(
         num_experts, top_k: experts per sparse layer, and how many of them each token visits.
         layers: ``"all"``, ``"every:N"`` (layers N-1, 2N-1, ...), ``"4,9,14"``, or a list of layer numbers from 0.
         noise: standard deviation of the normal noise added to each expert weight, relative to that weight's own
-            standard deviation. 0 gives exact copies; 0.01 to 0.05 lets experts part sooner; 0.1 already degrades a model.
+            standard deviation. 0 gives exact copies; 0.01 to 0.05 lets experts part sooner; 0.1 degrades a model.
         seed: of the routers, the shared experts and the noise.
         dtype: ``float32``, ``bfloat16`` or ``float16``; default: each tensor keeps its own.
 
@@ -177,7 +177,7 @@ def _choose_layers(layers: str | Sequence[int], num_layers: int, family: str) ->
 
 
 def _check_source(folder: Path, family: str) -> tuple[_Dense | None, list[str]]:
-    """The source, or what is wrong with it: its kind, the tensors it has and their shapes, what ``family`` can't express."""
+    """The source, or what is wrong with it: its kind, its tensors and their shapes, what ``family`` can't express."""
     field = f"dense_folder={str(folder)!r}"
     if not (folder / "config.json").is_file():
         return None, [f"{field}: has no config.json; give the folder of a saved Hugging Face model."]
@@ -223,7 +223,7 @@ def _find_tensors(folder: Path) -> dict[str, str]:
         return dict.fromkeys(tensors.keys(), single.name)
 
 
-def _inexpressible(config: PreTrainedConfig, names: Sequence[str] | set[str], family: str) -> list[str]:
+def _inexpressible(config: PreTrainedConfig, names: Iterable[str], family: str) -> list[str]:
     """What the source computes and the MoE family has no place for."""
     kept = _QKV_BIASES if family == "qwen2_moe" else ()
     biases = sorted({name.split(".", 3)[3] for name in names if name.endswith(".bias")} - set(kept))

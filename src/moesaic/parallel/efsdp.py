@@ -35,8 +35,8 @@ def set_gradient_sum(unit: FSDPModule, mesh: DeviceMesh, divide_factor: float = 
     """Reduce this unit's gradients over its ``mesh`` as a sum, divided once by ``divide_factor``.
 
     The factor alone would use the backend's PREMUL_SUM, which gloo lacks and NCCL zeroes in bf16 up to torch 2.13
-    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides as
-    it copies, and a forced sum would divide a second time. One rank and factor 1 need neither: FSDP then only copies.
+    (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides
+    as it copies, and a forced sum would divide a second time. One rank and factor 1 need neither: FSDP just copies.
     """
     if mesh.size() == 1 and divide_factor == 1.0:
         return
@@ -63,12 +63,13 @@ def expert_fully_shard_modules(
     """
     fsdp_plan = fsdp_plan or FSDPPlan()
     experts_params: set[nn.Parameter] = set()
+    placement_fn = build_expert_placement_fn(efsdp_mesh.size(-1))
     for name in match_names(plan.modules, dict(model.named_modules())):
         module = model.get_submodule(name)
         unit = fully_shard(
             module,
             mesh=efsdp_mesh,
-            shard_placement_fn=build_expert_placement_fn(efsdp_mesh.size(-1)),
+            shard_placement_fn=placement_fn,
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             mp_policy=fsdp_plan.mp_policy,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -27,15 +28,18 @@ def build_expert_placement_fn(efsdp_size: int) -> ShardPlacementFn:
     """Placement of an experts parameter over efsdp: the first dim that EP left free and that divides evenly.
 
     Sharding another dim than EP's gives placements ``(Shard(1), Shard(0))`` on ``(efsdp, ep)`` and an exact
-    ``full_tensor()``. Where no other dim divides, FSDP falls back to EP's dim 0 as a ``_StridedShard`` (logged).
+    ``full_tensor()``. Where no other dim divides, FSDP falls back to EP's dim 0 as a ``_StridedShard``: rank 0 logs
+    it, once for each shape.
     """
+    logged: set[tuple[int, ...]] = set()
 
     def placement(param: nn.Parameter) -> Shard:
         taken = (
             {dim for dim in map(shard_dim, param.placements) if dim is not None} if isinstance(param, DTensor) else ()
         )
         dim = first_even_dim(tuple(param.shape), efsdp_size, frozenset({0, *taken}))
-        if dim is None:
+        if dim is None and tuple(param.shape) not in logged and dist.get_rank() == 0:
+            logged.add(tuple(param.shape))
             logger.warning(
                 "experts parameter %s: no dim but the experts' own divides by efsdp=%d; sharding dim 0 (strided).",
                 tuple(param.shape),

@@ -31,9 +31,7 @@ class ModelSpec:
 
     Attributes:
         model_types: values of ``model_type`` in ``config.json`` that this spec serves.
-        blocks: glob of the transformer blocks, each an FSDP unit.
         experts: glob of the modules that hold the stacked routed experts.
-        routers: glob of the modules that choose the experts (their ``topk`` is kept under activation checkpointing).
         expert_params: the stacked parameters of an experts module.
         hub_layout: how the Hub stores experts, and so how they are exported: one tensor per expert, or stacked exactly
             as in the module. Loading takes either.
@@ -46,9 +44,7 @@ class ModelSpec:
     """
 
     model_types: tuple[str, ...]
-    blocks: str = "model.layers.*"
     experts: str = "model.layers.*.mlp.experts"
-    routers: str = "model.layers.*.mlp.gate"
     expert_params: tuple[ExpertParam, ...] = (
         ExpertParam(name="gate_up_proj", hub_parts=("gate_proj.weight", "up_proj.weight")),
         ExpertParam(name="down_proj", hub_parts=("down_proj.weight",)),

@@ -27,7 +27,8 @@ def evaluate(model: PreTrainedModel, batches: Iterable[Batch], meshes: Meshes) -
         The loss in nats per token, and the number of loss tokens.
     """
     device = torch.device(meshes.data.device_type)
-    loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+    # Double: over millions of tokens, a single-precision sum would lose what one batch adds.
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     for batch in batches:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from moesaic import __version__
-from moesaic.checkpoint import TrainState, find_latest, load_checkpoint
+from moesaic.checkpoint import TrainState, find_latest, load_checkpoint, refuse_strided
 from moesaic.config import DatasetConfig, Fsdp2Config, Recipe, num_micro_batches, save_recipe
 from moesaic.data import BatchLoader, DataReport, EvalLoader, SftDataset, build_sft_dataset, choose_pad_token_id
 from moesaic.kernels import find_bound_kernels, select_kernels
@@ -77,6 +77,7 @@ def build_run(recipe: Recipe) -> Run:
     model = build_model(recipe, meshes)
     _refuse_packing(recipe, model)
     save_kernel_facts(recipe, model)
+    refuse_strided(model)  # now, not after the last step
     num_steps = recipe.max_steps or recipe.num_train_epochs * data.loader.num_steps_per_epoch
     optimizer = build_optimizer(model, recipe.optim_config, recipe.learning_rate)
     scheduler = build_scheduler(optimizer, recipe.lr_scheduler_config, num_steps)

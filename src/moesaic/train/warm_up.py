@@ -1,7 +1,7 @@
 """Build every communicator before the first step, in one order on all ranks.
 
-A communicator is made by the first collective on its group. Left to the first training step, that happens in the middle of
-forward and backward, on overlapping groups, in an order that depends on which rank is ahead, and under the step's time-out.
+A communicator is made by the first collective on its group. Left to the first training step, that happens in the middle
+of forward and backward, on overlapping groups, in an order that depends on which rank is ahead, under its time-out.
 """
 
 from __future__ import annotations
