@@ -224,6 +224,7 @@ def worker_main(connection: Connection, store_port: int, stacks: Path, warning_f
     import torch
     import torch.distributed as dist
     from _pytest.config import apply_warning_filters
+    from transformers.utils.logging import disable_progress_bar
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then kills this process
     threading.Thread(target=exit_with_parent, daemon=True).start()
@@ -233,6 +234,7 @@ def worker_main(connection: Connection, store_port: int, stacks: Path, warning_f
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     apply_warning_filters(warning_filters, [])
     torch.set_num_threads(1)
+    disable_progress_bar()  # and with it tqdm's semaphores, which a killed worker would leave behind
     gc.freeze()  # all that the fork brought along: collections between jobs then look at the jobs' own objects alone
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     while True:

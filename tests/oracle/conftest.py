@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
 
 
 @pytest.fixture(scope="session")
