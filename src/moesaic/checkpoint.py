@@ -1,8 +1,8 @@
 """Checkpoints that resume exactly: weights, optimizer, schedule, data position, step, each rank's random generators.
 
 A checkpoint is one folder of torch's distributed checkpoint (DCP), ``step-000123``, to which every rank writes its own
-shards. It is written as ``step-000123.tmp`` and renamed when all ranks are done, so a folder without ``.tmp`` is whole.
-All ranks must see the same file system.
+shards. It is written as ``step-000123.tmp`` and renamed when all ranks are done, and renamed to ``step-000123.old``
+before it is deleted, so a folder without an ending is whole. All ranks must see the same file system.
 
 On the same topology a resumed run equals one that never stopped, bit for bit. On another, DCP cuts the tensors anew;
 ranks that the saved run didn't have keep the random state they started with.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import random
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from moesaic.config.run_folder import find_checkpoints, is_complete
 from moesaic.ops.placements import shard_dim
 from moesaic.runtime import device_type
 
 log = logging.getLogger(__name__)
-
-_NAME = re.compile(r"step-(\d+)")
 
 
 class Position(Protocol):
@@ -60,11 +58,11 @@ class TrainState:
 
 
 def save_checkpoint(output_dir: Path, state: TrainState, step: int, keep: int | None = None) -> Path:
-    """Write ``output_dir/step-<step>`` and delete the oldest so that ``keep`` remain. Every rank must call it.
+    """Write ``output_dir/step-<step>`` and delete older ones so that ``keep`` remain. Every rank must call it.
 
     Args:
         step: optimizer steps done.
-        keep: newest checkpoints to keep, at least 1; None keeps all.
+        keep: checkpoints to keep, at least 1: this one, and of the others those with the most steps; None keeps all.
 
     Returns:
         The checkpoint's folder, complete on return.
@@ -83,11 +81,14 @@ def save_checkpoint(output_dir: Path, state: TrainState, step: int, keep: int | 
     dcp.save(_tensors(state) | _rest(state, step), checkpoint_id=scratch)
     dist.barrier()
     if is_first:
-        if folder.exists():
-            shutil.rmtree(folder)
+        replaced = _set_aside(folder) if folder.exists() else None
         scratch.rename(folder)
-        for old in _complete_checkpoints(output_dir)[: -keep if keep else 0]:
-            shutil.rmtree(old)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+        if keep is not None:
+            others = [path for path in find_checkpoints(output_dir) if path != folder]
+            for old in others[: max(0, len(others) - (keep - 1))]:
+                shutil.rmtree(_set_aside(old))
     dist.barrier()
     return folder
 
@@ -133,19 +134,15 @@ def load_model(folder: Path, model: nn.Module) -> None:
     model.load_state_dict(weights["model"])
 
 
-def find_latest(output_dir: Path) -> Path | None:
-    """The complete checkpoint with the most steps in ``output_dir``, or None. Reads the folder only."""
-    return next(reversed(_complete_checkpoints(output_dir)), None)
-
-
-def _complete_checkpoints(output_dir: Path) -> list[Path]:
-    """Oldest first."""
-    found = [(int(match[1]), path) for path in output_dir.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / ".metadata").is_file()]
+def _set_aside(folder: Path) -> Path:
+    """Take a checkpoint's name away at once, so that one half deleted is never taken for a whole one."""
+    aside = folder.with_name(folder.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)  # what an interrupted run left
+    return folder.rename(aside)
 
 
 def _refuse_incomplete(folder: Path) -> None:
-    if not (folder / ".metadata").is_file():
+    if not is_complete(folder):
         raise ValueError(f"checkpoint {str(folder)!r}: is not complete (no .metadata in it); name one that is.")
 
 

@@ -13,7 +13,7 @@ from moesaic.dispatch import build_dispatcher
 from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.train.losses import token_loss_sum
-from tests.oracle.cells import Cell, build_batch, full, share_documents
+from tests.oracle.cells import Cell, build_batch, full, largest, share_documents
 from tests.oracle.reference import Case, Reference, load_reference
 from tests.pool import RunRanks
 
@@ -58,7 +58,7 @@ def round_trip(rank: int, num_experts: int) -> dict[str, float]:
     assert x.grad is not None and weights.grad is not None
 
     def error(a: Tensor, b: Tensor | None) -> float:
-        assert b is not None
+        assert b is not None and a.shape == b.shape
         return (a - b).abs().max().item() if a.numel() else 0.0
 
     return {"out": error(out, expected), "x": error(x.grad, x_local.grad), "w": error(weights.grad, w_local.grad)}
@@ -67,7 +67,7 @@ def round_trip(rank: int, num_experts: int) -> dict[str, float]:
 @pytest.mark.parametrize("num_experts", [8, 7, 4])
 def test_there_and_back_with_uneven_and_no_tokens(run_ranks: RunRanks, num_experts: int) -> None:
     for errors in run_ranks(round_trip, 4, num_experts):
-        assert max(errors.values()) <= 1e-4, errors  # products of numbers up to 8 * 8, summed in fp32
+        assert largest(errors)[0] <= 1e-4, errors  # products of numbers up to 8 * 8, summed in fp32
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

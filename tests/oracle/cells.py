@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +46,18 @@ class Cell:
 
 
 def rel_error(ours: Tensor, reference: Tensor) -> float:
-    """max|a-b| / max|b|; 0 where both are zero."""
+    """max|a-b| / max|b|; 0 where both are zero; infinite where a value on either side isn't finite."""
+    assert ours.shape == reference.shape, f"{tuple(ours.shape)}, not {tuple(reference.shape)}"
+    if not (ours.isfinite().all() and reference.isfinite().all()):
+        return math.inf
     difference = (ours - reference).abs().max().item()
     return difference if difference == 0 else difference / max(reference.abs().max().item(), 1e-30)
+
+
+def largest(errors: Mapping[str, float]) -> tuple[float, str]:
+    """The largest error and its name. NaN is infinite: ``max`` alone would pass over it, for no comparison holds."""
+    assert errors, "nothing was compared"
+    return max((math.inf if math.isnan(error) else error, name) for name, error in errors.items())
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -116,20 +127,23 @@ def measure_gradients(
     result = train_step(model, batches, Recorder(model.parameters(), lr=0.0), None, meshes, max_grad_norm=None)
     loss = result.loss_share.clone()
     dist.all_reduce(loss)
-    assert set(grads) == set(reference.grads), set(grads) ^ set(reference.grads)
     norm_errors = {str(p): abs(norms[p] - norm) / norm for p, norm in reference.norms.items()}
     assert abs(result.grad_norm - norms[2.0]) <= 1e-6 * norms[2.0]
     return {
         "loss": (abs(loss.item() - reference.loss) / reference.loss, "loss"),
         "grads": worst(grads, reference.grads),
-        "norms": max((error, p) for p, error in norm_errors.items()),
+        "norms": largest(norm_errors),
         "load": {n: expert_parallel(m).load.tokens for n, m in find_expert_modules(model).items()},
     }
 
 
-def worst(ours: dict[str, Any], reference: dict[str, Tensor]) -> tuple[float, str]:
-    """Largest relative error over all tensors, and its name. Gathers DTensors: every rank must call."""
-    return max((rel_error(full(value), reference[name]), name) for name, value in ours.items() if name in reference)
+def worst(ours: Mapping[str, Any], reference: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Largest relative error over all tensors, and its name. Gathers DTensors: every rank must call.
+
+    Both sides must hold the same names: a tensor that only one of them has is no equality.
+    """
+    assert ours.keys() == reference.keys(), f"only on one side: {sorted(ours.keys() ^ reference.keys())}"
+    return largest({name: rel_error(full(value), reference[name]) for name, value in ours.items()})
 
 
 def assert_within_tolerance(errors: dict[str, Any]) -> None:

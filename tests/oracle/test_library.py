@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moesaic
 from moesaic.meshes import build_meshes
 from moesaic.parallel import ExpertPlan, FSDPPlan, expert_fully_shard_modules, expert_parallelize_modules
-from moesaic.parallel.apply import from_pretrained
+from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.specs import find_spec
 from moesaic.train.losses import token_loss_sum
 from tests.oracle.cells import TOLERANCES, Cell, build_batch, full, rel_error, share_documents, worst
@@ -36,8 +36,8 @@ def engine_under_plain_fsdp(rank: int, ep_size: int, reference: Reference) -> tu
     model = load_whole(reference)
     plan = ExpertPlan.from_spec(find_spec(model.config.model_type))
     expert_parallelize_modules(model, mesh["ep"], plan)
-    # FSDP's default is the mean over its ranks, so the experts' sum is divided by all of them as well.
-    ignored = expert_fully_shard_modules(model, mesh["efsdp"], plan, FSDPPlan(gradient_divide_factor=world_size))
+    # FSDP's default is the mean over its ranks, so the experts' has to be one as well.
+    ignored = expert_fully_shard_modules(model, mesh["efsdp"], plan, FSDPPlan(gradient_reduction="mean"))
     for layer in model.model.layers:
         fully_shard(layer, mesh=dp_mesh, ignored_params=ignored)
     fully_shard(model, mesh=dp_mesh, ignored_params=ignored)
@@ -126,3 +126,45 @@ def refused(rank: int, ep_size: int, reference: Reference) -> str:
 def test_a_rank_without_experts_is_refused(run_ranks: RunRanks, reference_root: Path) -> None:
     (message, *_) = run_ranks(refused, 4, 4, load_reference(Case(num_experts=9), reference_root))
     assert "9 experts" in message and "nearest legal: 3 or 5" in message, message
+
+
+def ignore_half_of_a_tie(rank: int, reference: Reference) -> str:
+    options = ParallelOptions(fsdp_ignored_modules=("model.embed_tokens",))
+    try:
+        from_pretrained(reference.folder, build_meshes("cpu", ep_size=2), options=options)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_tie_is_not_broken_silently(run_ranks: RunRanks, reference_root: Path) -> None:
+    (message, _) = run_ranks(ignore_half_of_a_tie, 2, load_reference(Case(tied=True), reference_root))
+    assert "model.embed_tokens.weight is tied to lm_head.weight" in message, message
+
+
+def parallelize_dense_modules(rank: int, reference: Reference) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    try:
+        expert_parallelize_modules(load_whole(reference), mesh, ExpertPlan(modules="model.layers.*.self_attn"))
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_modules_that_are_not_at_the_seam_are_refused(run_ranks: RunRanks, reference_root: Path) -> None:
+    (message, _) = run_ranks(parallelize_dense_modules, 2, load_reference(Case(), reference_root))
+    assert message.count("not at transformers' experts seam") == 2, message
+
+
+def norms_with_a_nan(rank: int) -> tuple[float, float]:
+    """The last rank's gradient has a NaN: inf-norm and 2-norm."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.tensor([1.0, 1.0, 1.0, float("nan")]), mesh, [Shard(0)])
+    inf_norm, norm = (moesaic.clip_grad_norm_([param], None, p).item() for p in (float("inf"), 2.0))
+    return inf_norm, norm
+
+
+def test_no_rank_misses_a_nan(run_ranks: RunRanks) -> None:
+    for inf_norm, norm in run_ranks(norms_with_a_nan, 2):
+        assert inf_norm == float("inf") and norm != norm

@@ -13,7 +13,7 @@ Example, a document of five tokens of which the last two are the assistant's::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,13 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One document: ``input_ids`` and, equally long, ``labels`` already shifted left by one (the module's example)."""
+    """One document: ``input_ids`` and, equally long, ``labels`` already shifted left by one (the module's example).
 
-    input_ids: list[int]
-    labels: list[int]
+    Lists, or arrays where a whole dataset is kept: ``array("i")`` takes 4 bytes a number, a list about 8 to 36.
+    """
+
+    input_ids: Sequence[int]
+    labels: Sequence[int]
 
     def __post_init__(self) -> None:
         assert len(self.input_ids) == len(self.labels), (len(self.input_ids), len(self.labels))
@@ -60,28 +63,28 @@ class Batch:
         input_ids: [B, S].
         labels: [B, S]; ``labels[b, t]`` is the target of position t, -100 where there is no loss. Already shifted.
         position_ids: [B, S]; restart at 0 with each document of a row.
-        attention_mask: [B, S], 1 = real, 0 = padding; None for packed rows: ``position_ids`` tell documents apart.
+        attention_mask: [B, S], 1 = real, 0 = padding; None where there is none: packed, ``position_ids`` tell documents
+            apart, and B is 1, as flash attention in transformers looks for packed documents only in a single row.
+        document_lengths: tokens of each document, padding left out; stays on the host. For measuring only: None where
+            nobody will ask. Tensors don't tell it: packed padding looks like one more document.
     """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
     attention_mask: Tensor | None = None
+    document_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
         assert len(shape) == 2 and self.labels.shape == shape and self.position_ids.shape == shape, shape
         assert self.attention_mask is None or self.attention_mask.shape == shape, shape
 
-    @property
-    def num_loss_tokens(self) -> int:
-        """Positions with a label. Reads ``labels``: before ``to(device)``, or the device is waited for."""
-        return int((self.labels != IGNORE_INDEX).sum())
-
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``."""
         mask = self.attention_mask
-        return Batch(
+        return replace(
+            self,
             input_ids=self.input_ids.to(device),
             labels=self.labels.to(device),
             position_ids=self.position_ids.to(device),

@@ -30,7 +30,7 @@ class BatchLoader:
 
     Args:
         dataset: sized, indexable, gives :class:`Sample`; equal on all ranks.
-        micro_batch_size: rows per micro-batch and rank.
+        micro_batch_size: rows per micro-batch and rank; packed, they lie end to end (``packing``).
         global_batch_size: rows per optimizer step over all dp ranks; a multiple of ``micro_batch_size * dp_size``.
         dp_rank, dp_size: this rank's place on the dp axis.
         cutoff_len, packing, pad_token_id, pad_to_multiple_of: see :class:`RowOptions`.

@@ -3,17 +3,20 @@
 A *row* is a tuple of sample indices: one without packing, any number with it, none for a row that only fills up a
 batch.
 
-Packed, two documents of 3 and 2 tokens in a row of 8::
+Packed, documents of 3, 2 and 7 tokens in two rows of 8: the rows of a micro-batch lie end to end, in one of 16::
 
-    input_ids     a0 a1 a2 b0 b1  P  P  P
-    position_ids   0  1  2  0  1  0  1  2     each restart is a new document to transformers; none attends to another
-    labels        a1 a2  .  b1  .  .  .  .    the last token of a never predicts the first of b
+    input_ids     a0 a1 a2 b0 b1  P  P  P | c0 c1 c2 c3 c4 c5 c6  P
+    position_ids   0  1  2  0  1  0  1  2 |  0  1  2  3  4  5  6  0     each restart is a new document
+    labels        a1 a2  .  b1  .  .  .  . | c1 c2 c3 c4 c5 c6  .  .    the last token of a never predicts b's first
 
-The padding is one document of its own, with running positions. No padding could change what a real token sees (it
-comes later, in another document); one document rather than one per pad token keeps the number of sequences small for
-kernels that are given their boundaries.
+No document attends to another. One row because with flash attention transformers looks for restarts in a batch of one
+row only; in two rows, b would attend to a, without a word.
 
-Unpacked, the same documents are two rows with a 2-D mask::
+The padding of a row is one document of its own, with running positions. No padding could change what a real token sees
+(it is another document); one document rather than one per pad token keeps the number of sequences small for kernels
+that are given their boundaries.
+
+Unpacked, a and b are two rows with a 2-D mask::
 
     input_ids     a0 a1 a2        attention_mask  1 1 1        position_ids  0 1 2
                   b0 b1  P                        1 1 0                      0 1 2
@@ -111,31 +114,38 @@ def build_rows(samples: SampleSource, order: Sequence[int], options: RowOptions)
 
 
 def collate(samples: SampleSource, rows: Sequence[Row], options: RowOptions) -> Batch:
-    """One micro-batch [len(rows), S]: S is ``cutoff_len`` if packing, else the longest row; rounded up."""
+    """One micro-batch: unpacked [len(rows), S], S the longest row's length; packed [1, len(rows) * S], S ``cutoff_len``.
+
+    S is rounded up to ``pad_to_multiple_of``.
+    """
     longest = max((len(samples[index]) for row in rows for index in row), default=1)
     row_len = _round_up(options.cutoff_len if options.packing else longest, options.pad_to_multiple_of)
     input_ids, labels, positions, masks = [], [], [], []
+    document_lengths: list[int] = []
     for row in rows:
         assert options.packing or len(row) <= 1, row
         documents = [samples[index] for index in row]
-        num_real = sum(len(document) for document in documents)
+        lengths = [len(document) for document in documents]
+        document_lengths += lengths
+        num_real = sum(lengths)
         num_pad = row_len - num_real
         assert num_pad >= 0, (row, num_real, row_len)
         input_ids.append([token for document in documents for token in document.input_ids])
         input_ids[-1] += [options.pad_token_id] * num_pad
         labels.append([label for document in documents for label in document.labels] + [IGNORE_INDEX] * num_pad)
         if options.packing:
-            lengths = [*(len(document) for document in documents), num_pad]
-            positions.append([position for length in lengths for position in range(length)])
+            positions.append([position for length in [*lengths, num_pad] for position in range(length)])
         else:
             positions.append(list(range(row_len)))
             num_seen = max(num_real, 1)
             masks.append([1] * num_seen + [0] * (row_len - num_seen))
+    shape = (1, -1) if options.packing else (len(rows), row_len)
     return Batch(
-        input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        labels=torch.tensor(labels, dtype=torch.int64),
-        position_ids=torch.tensor(positions, dtype=torch.int64),
+        input_ids=torch.tensor(input_ids, dtype=torch.int64).view(shape),
+        labels=torch.tensor(labels, dtype=torch.int64).view(shape),
+        position_ids=torch.tensor(positions, dtype=torch.int64).view(shape),
         attention_mask=None if options.packing else torch.tensor(masks, dtype=torch.int64),
+        document_lengths=tuple(document_lengths),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class DataReport:
 
 @dataclass(frozen=True, slots=True)
 class SftDataset:
-    """Tokenized samples, held in memory."""
+    """Tokenized samples, held in memory: 8 bytes a token, ids and labels as 32-bit numbers."""
 
     samples: tuple[Sample, ...]
 
@@ -203,7 +204,8 @@ def _choose_encoder(
 
 def _cut(encoded: Encoded, cutoff_len: int) -> Sample:
     input_ids = encoded.input_ids[:cutoff_len]
-    sample = Sample(input_ids=input_ids, labels=shift_labels(input_ids, encoded.trained[:cutoff_len]))
+    labels = shift_labels(input_ids, encoded.trained[:cutoff_len])
+    sample = Sample(input_ids=array("i", input_ids), labels=array("i", labels))
     if sample.num_loss_tokens == 0:
         raise SampleError(
             f"nothing left to learn: no assistant token within the first cutoff_len={cutoff_len} "

@@ -12,47 +12,41 @@ Example: SmolLM2-135M (30 layers, hidden 576, MLP 1536), ``qwen2_moe``, ``layers
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    MistralConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-)
+from transformers import MixtralConfig, PreTrainedConfig, Qwen2MoeConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from moesaic.model.tokenizer_files import copy_tokenizer
+from moesaic.model.upcycle_checks import (
+    DTYPES,
+    QKV_BIASES,
+    DenseModel,
+    argument_problems,
+    check_source,
+    choose_layers,
+    sliding_attention,
+)
 from moesaic.specs.base import ModelSpec
 from moesaic.specs.registry import find_spec
 
-DENSE_MODEL_TYPES = ("llama", "qwen2", "mistral")
-FAMILIES = ("qwen2_moe", "mixtral")
 # Rows of the shared expert that every sparse Qwen2-MoE layer has; it starts as the zero function.
 SHARED_EXPERT_SIZE = 64
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The dense MLP's tensors in the order of a spec's ``expert_params`` and their ``hub_parts``.
 _MLP_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-_QKV_BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 # Written by the MoE's own config or meaningless in it; every other field that both configs have is copied.
 _COPIED_FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
     "max_position_embeddings initializer_range rms_norm_eps tie_word_embeddings rope_parameters attention_dropout "
     "pad_token_id bos_token_id eos_token_id"
-).split()
-_COPIED_FILES = (
-    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json "
-    "merges.txt chat_template.jinja chat_template.json generation_config.json"
 ).split()
 
 
@@ -63,16 +57,6 @@ class UpcycleReport:
     sparse_layers: tuple[int, ...]
     num_parameters: int
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dense:
-    """A checked source: its config, which file holds which tensor, and the head size its weights imply."""
-
-    folder: Path
-    config: PreTrainedConfig
-    files: Mapping[str, str]
-    head_dim: int
 
 
 def upcycle(
@@ -106,153 +90,38 @@ def upcycle(
         ValueError: everything that is wrong with the arguments and the source, one problem a line; nothing is written.
     """
     source, out = Path(dense_folder), Path(out_folder)
-    problems = _argument_problems(out, family, num_experts, top_k, noise, dtype)
-    dense, source_problems = _check_source(source, family)
+    problems = argument_problems(out, family, num_experts, top_k, noise, dtype)
+    dense, source_problems = check_source(source, family)
     problems += source_problems
     sparse_layers: tuple[int, ...] = ()
     if dense is not None:
-        sparse_layers, layer_problems = _choose_layers(layers, dense.config.num_hidden_layers, family)
+        sparse_layers, layer_problems = choose_layers(layers, dense.config.num_hidden_layers, family)
         problems += layer_problems
     if problems or dense is None:
         raise ValueError("\n".join(problems))
 
     config = _build_config(dense, family, num_experts, top_k, sparse_layers)
-    config.dtype = _DTYPES[dtype] if dtype else dense.config.dtype
+    config.dtype = DTYPES[dtype] if dtype else dense.config.dtype
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
-        report = _write_weights(dense, folder, config, sparse_layers, noise, seed, _DTYPES[dtype] if dtype else None)
+        report = _write_weights(dense, folder, config, sparse_layers, noise, seed, DTYPES[dtype] if dtype else None)
         config.save_pretrained(folder)
-        for name in _COPIED_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, folder / name)
+        copy_tokenizer(source, folder)
+        if (source / GENERATION_CONFIG_NAME).exists():
+            shutil.copyfile(source / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
         folder.rename(out)
     return report
 
 
-def _argument_problems(
-    out: Path, family: str, num_experts: int, top_k: int, noise: float, dtype: str | None
-) -> list[str]:
-    problems = []
-    if family not in FAMILIES:
-        problems.append(f"family={family!r}: must be one of {', '.join(FAMILIES)}.")
-    if num_experts < 1:
-        problems.append(f"num_experts={num_experts}: must be at least 1.")
-    if not 1 <= top_k <= max(num_experts, 1):
-        problems.append(f"top_k={top_k}: must lie between 1 and num_experts={num_experts}.")
-    if not (math.isfinite(noise) and noise >= 0):
-        problems.append(f"noise={noise}: must be a finite number of at least 0; 0 gives exact copies.")
-    if dtype is not None and dtype not in _DTYPES:
-        problems.append(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}, or left out to keep the source's.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        problems.append(f"out_folder={str(out)!r}: must be new or empty; choose another, or remove it first.")
-    return problems
-
-
-def _choose_layers(layers: str | Sequence[int], num_layers: int, family: str) -> tuple[tuple[int, ...], list[str]]:
-    """The sparse layers, ascending, and what is wrong with the choice."""
-    step_text = layers.removeprefix("every:") if isinstance(layers, str) else ""
-    if layers == "all":
-        chosen = list(range(num_layers))
-    elif isinstance(layers, str) and layers.startswith("every:") and step_text.isdecimal() and int(step_text) > 0:
-        chosen = list(range(int(step_text) - 1, num_layers, int(step_text)))
-    elif isinstance(layers, str) and all(part.strip().isdecimal() for part in layers.split(",")):
-        chosen = [int(part) for part in layers.split(",")]
-    elif isinstance(layers, str):
-        return (), [
-            f"layers={layers!r}: must be 'all', 'every:N' with N of at least 1, or layer numbers like '4,9,14'."
-        ]
-    else:
-        chosen = list(layers)
-    problems = []
-    outside = sorted({layer for layer in chosen if not 0 <= layer < num_layers})
-    if outside:
-        problems.append(f"layers={layers!r}: {outside} out of range; this model has layers 0 to {num_layers - 1}.")
-    if not chosen:
-        problems.append(f"layers={layers!r}: chooses no layer of this model's {num_layers}; choose at least one.")
-    if family == "mixtral" and set(chosen) != set(range(num_layers)):
-        problems.append(f"layers={layers!r}: every mixtral layer is sparse; use layers='all', or family='qwen2_moe'.")
-    return tuple(sorted(set(chosen))), problems
-
-
-def _check_source(folder: Path, family: str) -> tuple[_Dense | None, list[str]]:
-    """The source, or what is wrong with it: its kind, its tensors and their shapes, what ``family`` can't express."""
-    field = f"dense_folder={str(folder)!r}"
-    if not (folder / "config.json").is_file():
-        return None, [f"{field}: has no config.json; give the folder of a saved Hugging Face model."]
-    raw = json.loads((folder / "config.json").read_text())
-    if raw.get("model_type") not in DENSE_MODEL_TYPES:
-        kinds = ", ".join(DENSE_MODEL_TYPES)
-        return None, [f"{field}: model_type={raw.get('model_type')!r} has no Llama-like MLP; must be one of {kinds}."]
-    if "quantization_config" in raw:
-        return None, [f"{field}: its weights are quantized; save a dequantized copy first."]
-    files = _find_tensors(folder)
-    if not files:
-        return None, [f"{field}: has no safetensors; save the model with save_pretrained first."]
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        expected = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    if config.tie_word_embeddings:
-        expected.pop("lm_head.weight")  # transformers ties it to the embedding, whatever the file says
-    problems = [
-        f"{field}: lacks {name}; the checkpoint is incomplete." for name in sorted(expected.keys() - files.keys())
-    ]
-    for name in sorted(expected.keys() & files.keys()):
-        with safe_open(folder / files[name], framework="pt") as tensors:
-            shape = tuple(tensors.get_slice(name).get_shape())
-        if shape != expected[name]:
-            problems.append(f"{field}: {name} has shape {shape}; config.json asks for {expected[name]}.")
-    problems += [f"{field}: {problem}" for problem in _inexpressible(config, expected.keys(), family)]
-    if problems:
-        return None, problems
-    head_dim = expected["model.layers.0.self_attn.q_proj.weight"][0] // config.num_attention_heads
-    return _Dense(folder=folder, config=config, files={k: files[k] for k in expected}, head_dim=head_dim), []
-
-
-def _find_tensors(folder: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that holds it; empty if the folder has no safetensors."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return weight_map
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return {}
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single.name)
-
-
-def _inexpressible(config: PreTrainedConfig, names: Iterable[str], family: str) -> list[str]:
-    """What the source computes and the MoE family has no place for."""
-    kept = _QKV_BIASES if family == "qwen2_moe" else ()
-    biases = sorted({name.split(".", 3)[3] for name in names if name.endswith(".bias")} - set(kept))
-    problems = []
-    if biases:
-        remedy = "use family='qwen2_moe'" if set(biases) <= set(_QKV_BIASES) else "this model can't be upcycled"
-        problems.append(f"{family} has no place for its biases {', '.join(biases)}; {remedy}.")
-    if family == "mixtral" and len(set(_sliding(config)[1])) > 1:
-        problems.append("mixtral has one kind of attention in all layers, this model has two; use family='qwen2_moe'.")
-    return problems
-
-
-def _sliding(config: PreTrainedConfig) -> tuple[int | None, list[str]]:
-    """The source's attention window in tokens, or None, and the kind of attention of each layer."""
-    kinds = ["full_attention"] * config.num_hidden_layers
-    if isinstance(config, Qwen2Config):
-        return config.sliding_window, list(config.layer_types or kinds)
-    if isinstance(config, MistralConfig) and config.sliding_window is not None:
-        return config.sliding_window, ["sliding_attention"] * config.num_hidden_layers
-    return None, kinds
-
-
 def _build_config(
-    dense: _Dense, family: str, num_experts: int, top_k: int, sparse_layers: tuple[int, ...]
+    dense: DenseModel, family: str, num_experts: int, top_k: int, sparse_layers: tuple[int, ...]
 ) -> PreTrainedConfig:
     """The MoE's config. Its MLP size is the dense one's, in the sparse layers too."""
     fields = dense.config.to_dict()
     fields = {name: fields[name] for name in _COPIED_FIELDS}
-    window, attention_kinds = _sliding(dense.config)
+    window, attention_kinds = sliding_attention(dense.config)
     if dense.head_dim * fields["num_attention_heads"] != fields["hidden_size"]:
         fields["head_dim"] = dense.head_dim
     if family == "mixtral":
@@ -282,7 +151,7 @@ def _build_config(
 
 
 def _write_weights(
-    dense: _Dense,
+    dense: DenseModel,
     folder: Path,
     config: PreTrainedConfig,
     sparse_layers: tuple[int, ...],
@@ -314,7 +183,7 @@ def _write_weights(
     return UpcycleReport(sparse_layers=sparse_layers, num_parameters=num_parameters, num_bytes=num_bytes)
 
 
-def _read_tensor(dense: _Dense, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+def _read_tensor(dense: DenseModel, name: str, dtype: torch.dtype | None) -> torch.Tensor:
     with safe_open(dense.folder / dense.files[name], framework="pt") as tensors:
         return tensors.get_tensor(name).to(dtype)
 
@@ -322,7 +191,7 @@ def _read_tensor(dense: _Dense, name: str, dtype: torch.dtype | None) -> torch.T
 def _zero_biases(layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Zeros for q, k and v: ``qkv_bias=False`` would do here, but vLLM leaves those biases uninitialised then."""
     prefix = f"model.layers.{layer}."
-    weights = {prefix + bias: tensors[prefix + bias.replace(".bias", ".weight")] for bias in _QKV_BIASES}
+    weights = {prefix + bias: tensors[prefix + bias.replace(".bias", ".weight")] for bias in QKV_BIASES}
     return {name: weight.new_zeros(weight.shape[0]) for name, weight in weights.items()}
 
 

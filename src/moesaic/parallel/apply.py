@@ -53,7 +53,7 @@ class ParallelOptions:
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         if self.compute_dtype == self.storage_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
-        return FSDPPlan(mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        return FSDPPlan(gradient_reduction="sum", mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
 
 
 def from_pretrained(
@@ -95,24 +95,29 @@ def from_pretrained(
 
 
 def parallelize(
-    model: PreTrainedModel, meshes: Meshes, spec: ModelSpec | None, options: ParallelOptions | None = None
+    model: PreTrainedModel, meshes: Meshes, spec: ModelSpec | None = None, options: ParallelOptions | None = None
 ) -> PreTrainedModel:
     """Shard ``model`` (on meta, or whole and equal on every rank) over ``meshes``. In place; every rank must call it.
 
+    Args:
+        spec: the family's spec; default: the registered one (path B; path A needs none).
+
     Raises:
-        ValueError: the model was parallelized before, or doesn't fit the spec.
+        ValueError: the model was parallelized before, its family has no spec, or it doesn't fit its spec.
     """
     options = options or ParallelOptions()
     _refuse_parallelized(model)
+    ties = find_ties(model)
     blocks = find_blocks(model)
     if options.expert_parallel:
-        assert spec is not None, "path B needs a spec; from_pretrained finds it"
+        spec = spec or find_spec(model.config.model_type)
         _apply_path_b(model, meshes, ExpertPlan.from_spec(spec, options.ep_dispatcher), options)
     else:
         _apply_path_a(model, meshes, options.fsdp_plan)
     if options.activation_checkpointing:
         apply_activation_checkpointing(model, blocks)
     _assert_owned(model)
+    assert find_ties(model) == ties, "a tie got lost: tied modules must belong to one FSDP unit"
     return model
 
 
@@ -138,6 +143,14 @@ def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan) -
 def _units(module: nn.Module) -> list[FSDPModule]:
     """FSDP units in ``module``, itself first."""
     return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def find_ties(model: nn.Module) -> list[list[str]]:
+    """Groups of names that stand for one parameter, e.g. embedding and head."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _refuse_parallelized(model: nn.Module) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from moesaic.parallel.experts import ExpertPlan
+from moesaic.parallel.experts import ExpertPlan, expert_parallel
 from moesaic.parallel.shard_rules import build_expert_placement_fn
 from moesaic.specs import match_names
 
@@ -18,17 +19,17 @@ class FSDPPlan:
     """How an FSDP unit computes and reduces.
 
     Attributes:
+        gradient_reduction: ``sum`` where the loss is divided by the global token count already; ``mean`` where it is
+            each rank's own mean, to go with an outer ``fully_shard``, which averages over its ranks by default. It has
+            no default: the wrong one makes the experts' gradients as many times too large, or too small, as there are
+            ranks, and the loss doesn't show it.
         mp_policy: compute and reduction dtypes.
         reshard_after_forward: free unsharded parameters between forward and backward.
-        gradient_divide_factor: what the summed gradient is divided by. 1 for losses that are already divided by the
-            global token count. Under a plain ``fully_shard``, which averages over its mesh, the loss is each rank's own
-            mean: then pass the number of ranks, for the experts' gradient is a sum over all of them (EP's exchange sums
-            too).
     """
 
+    gradient_reduction: Literal["sum", "mean"]
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     reshard_after_forward: bool = True
-    gradient_divide_factor: float = 1.0
 
 
 def set_gradient_sum(unit: FSDPModule, mesh: DeviceMesh, divide_factor: float = 1.0) -> None:
@@ -45,7 +46,7 @@ def set_gradient_sum(unit: FSDPModule, mesh: DeviceMesh, divide_factor: float = 
 
 
 def expert_fully_shard_modules(
-    model: nn.Module, efsdp_mesh: DeviceMesh, plan: ExpertPlan, fsdp_plan: FSDPPlan | None = None
+    model: nn.Module, efsdp_mesh: DeviceMesh, plan: ExpertPlan, fsdp_plan: FSDPPlan
 ) -> set[nn.Parameter]:
     """``fully_shard`` each experts module over ``efsdp_mesh``, along a dim that EP left free. In place.
 
@@ -61,7 +62,6 @@ def expert_fully_shard_modules(
     Raises:
         ValueError: the glob matches nothing.
     """
-    fsdp_plan = fsdp_plan or FSDPPlan()
     experts_params: set[nn.Parameter] = set()
     placement_fn = build_expert_placement_fn(efsdp_mesh.size(-1))
     for name in match_names(plan.modules, dict(model.named_modules())):
@@ -73,6 +73,8 @@ def expert_fully_shard_modules(
             reshard_after_forward=fsdp_plan.reshard_after_forward,
             mp_policy=fsdp_plan.mp_policy,
         )
-        set_gradient_sum(unit, efsdp_mesh, fsdp_plan.gradient_divide_factor)
+        # EP's exchange sums over the ep ranks, FSDP's reduction over the others: together, over all of them.
+        num_ranks = efsdp_mesh.size() * expert_parallel(module).ep_mesh.size()
+        set_gradient_sum(unit, efsdp_mesh, divide_factor=1 if fsdp_plan.gradient_reduction == "sum" else num_ranks)
         experts_params.update(module.parameters())
     return experts_params

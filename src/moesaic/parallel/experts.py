@@ -25,6 +25,9 @@ from moesaic.ops.grouped_mm import grouped_linear
 from moesaic.specs import ModelSpec, match_names
 
 EXPERTS_FUNCTION = "moesaic"
+# What transformers' experts seam puts on a module, and the parameters that it then has: [E, 2I, H] and [E, H, I].
+SEAM_FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
+PARAMS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +36,16 @@ class ExpertPlan:
 
     Attributes:
         modules: glob of the experts modules; ``*`` stands for one path segment.
-        params: their stacked parameters, experts on dim 0.
         dispatcher: name of the dispatcher.
     """
 
     modules: str
-    params: tuple[str, ...]
     dispatcher: str = "eager"
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, dispatcher: str = "eager") -> ExpertPlan:
         """The plan of a model family."""
-        return cls(modules=spec.experts, params=tuple(p.name for p in spec.expert_params), dispatcher=dispatcher)
+        return cls(modules=spec.experts, dispatcher=dispatcher)
 
 
 class ExpertLoad:
@@ -93,9 +94,7 @@ def expert_parallelize_modules(model: nn.Module, ep_mesh: DeviceMesh, plan: Expe
             would be left without an expert.
     """
     modules = {name: model.get_submodule(name) for name in match_names(plan.modules, dict(model.named_modules()))}
-    problems = [
-        problem for name, module in modules.items() if (problem := _problem(name, module, plan, ep_mesh.size()))
-    ]
+    problems = [problem for name, module in modules.items() if (problem := _problem(name, module, ep_mesh.size()))]
     if problems:
         raise ValueError("\n".join(problems))
     for module in modules.values():
@@ -108,21 +107,23 @@ def expert_parallel(experts: nn.Module) -> ExpertParallel:
     return cast(ExpertParallel, experts.expert_parallel)
 
 
-def _problem(name: str, module: nn.Module, plan: ExpertPlan, ep_size: int) -> str | None:
-    missing = [param for param in plan.params if param not in module._parameters]
-    if missing:
-        return f"{name}: has no parameter {missing}; the plan's modules or params don't fit this model."
-    if any(isinstance(module.get_parameter(param), DTensor) for param in plan.params):
-        return f"{name}: already sharded. Build the model anew: a model is parallelized once, on one set of meshes."
+def _problem(name: str, module: nn.Module, ep_size: int) -> str | None:
+    if not set(SEAM_FLAGS) <= set(vars(module)):
+        return (
+            f"{name}: {type(module).__name__} is not at transformers' experts seam (use_experts_implementation). "
+            "Name the modules that hold the stacked experts, or use FSDP2 alone for this model."
+        )
     flags = cast(Any, module)
     if not flags.has_gate or flags.has_bias or flags.is_transposed or flags.has_post_expert_norm:
         return f"{name}: experts with bias, without gate, transposed, or with a post-expert norm are not supported yet."
-    return ep_size_problem(module.get_parameter(plan.params[0]).size(0), ep_size)
+    if any(isinstance(module.get_parameter(param), DTensor) for param in PARAMS):
+        return f"{name}: already sharded. Build the model anew: a model is parallelized once, on one set of meshes."
+    return ep_size_problem(module.get_parameter(PARAMS[0]).size(0), ep_size)
 
 
 def _parallelize_experts(module: nn.Module, ep_mesh: DeviceMesh, plan: ExpertPlan) -> None:
-    num_experts = module.get_parameter(plan.params[0]).size(0)
-    for name in plan.params:
+    num_experts = module.get_parameter(PARAMS[0]).size(0)
+    for name in PARAMS:
         param = module.get_parameter(name)
         # src_data_rank=None: each rank cuts its own slice, nothing is sent.
         local = distribute_tensor(param.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
@@ -152,8 +153,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         [T, H], dtype of ``hidden_states``.
     """
     state = expert_parallel(experts)
-    gate_up_C2IH = _local_weight(experts.get_parameter("gate_up_proj"))
-    down_CHI = _local_weight(experts.get_parameter("down_proj"))
+    gate_up_C2IH, down_CHI = (_local_weight(experts.get_parameter(name)) for name in PARAMS)
     rows, offsets, receipt = state.dispatcher.dispatch(hidden_states, top_k_index, top_k_weights, gate_up_C2IH.size(0))
     state.load.add(offsets)
     apply_gate = cast(Callable[[Tensor], Tensor], experts._apply_gate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def apply_outer_fsdp(
     ]
     # The root's parameters (embedding, final norm, head) are needed again at once in backward: it keeps them.
     for unit in (*blocks, fully_shard(model, reshard_after_forward=False, **common)):
-        set_gradient_sum(unit, mesh, plan.gradient_divide_factor)
+        set_gradient_sum(unit, mesh)
     return blocks
 
 
@@ -65,18 +65,32 @@ def replicate_modules(model: nn.Module, patterns: Sequence[str], device_type: st
         Their parameters, for the outer FSDP to ignore.
 
     Raises:
-        ValueError: a glob matches nothing.
+        ValueError: a glob matches nothing, or one of two tied modules.
     """
     if not patterns:
         return set()
     names = dict.fromkeys(name for p in patterns for name in match_names(p, dict(model.named_modules())))
+    _refuse_half_of_a_tie(model, names)
     mesh = init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=("replica", "whole"))
     replicated: set[nn.Parameter] = set()
     for module in map(model.get_submodule, names):
         unit = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=plan.mp_policy)
-        set_gradient_sum(unit, mesh, plan.gradient_divide_factor)
+        set_gradient_sum(unit, mesh)
         replicated.update(module.parameters())
     return replicated
+
+
+def _refuse_half_of_a_tie(model: nn.Module, names: Iterable[str]) -> None:
+    """A tied tensor has one owner: with one of its modules in another FSDP unit, the tie would silently end."""
+    prefixes = tuple(f"{name}." for name in names)
+    every = list(model.named_parameters(remove_duplicate=False))
+    inside = {id(param): name for name, param in every if name.startswith(prefixes)}
+    for name, param in every:
+        if id(param) in inside and not name.startswith(prefixes):
+            raise ValueError(
+                f"fsdp_ignored_modules: {inside[id(param)]} is tied to {name}, which is sharded. "
+                "Leave it out: a tied tensor has one owner."
+            )
 
 
 def apply_fsdp2(model: nn.Module, fsdp_kwargs: Mapping[str, Any]) -> nn.Module:

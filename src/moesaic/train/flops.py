@@ -1,13 +1,22 @@
-"""How much work a token is, and how much a device can do: what TFLOP/s and MFU are made of.
+"""How much work a batch is, and how much a device can do: what TFLOP/s and MFU are made of.
 
-FLOPs per token, forward and backward (PaLM, arXiv 2204.02311, appendix B):  ``6 N + 12 L A S``
+FLOPs of T tokens, forward and backward:  ``6 N T + 12 L A P``
     N  parameters that one token meets: of routed experts top_k / E, of an embedding that is only looked up none
-    L  layers;  A  attention width, heads * head size;  S  tokens of a sequence
-Recomputation under activation checkpointing is no useful work and isn't counted. The term in S is an upper bound for
-causal attention and for packed sequences.
+    L  layers with softmax attention;  A  attention width, heads * head size
+    P  (query, key) pairs of causal attention: n (n + 1) / 2 for a document of n tokens, summed over the documents
+
+Source: PaLM, arXiv 2204.02311, appendix B, ``6 N + 12 L A S`` per token. PaLM lets every token of a sequence of S attend
+to all S; here a token counts the positions that it may see in its own document, so that for one document the second
+term is about half of PaLM's. Padding counts nothing, neither in T nor in P.
+
+Recomputation under activation checkpointing is no useful work and isn't counted. P is an upper bound where a layer has
+a sliding window shorter than the documents; of a linear-attention layer only the parameters count.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -54,20 +63,35 @@ def num_active_params(model: nn.Module, spec: ModelSpec | None, top_k: int) -> f
     return total
 
 
-def flops_per_token(active_params: float, num_layers: int, attention_size: int, seq_len: int) -> float:
-    """``6 N + 12 L A S``. Example: 10 parameters, 2 layers, width 4, 8 tokens: 60 + 768 = 828."""
-    return 6 * active_params + 12 * num_layers * attention_size * seq_len
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of a model, forward and backward: ``per_token`` is 6 N, ``per_pair`` is 12 L A (the module's formula)."""
+
+    per_token: float
+    per_pair: float
+
+    def total(self, num_tokens: int, num_pairs: int) -> float:
+        """``6 N T + 12 L A P``.
+
+        Example: 10 parameters, 2 layers, width 4; one document of 8 tokens, 36 pairs: 60 * 8 + 96 * 36 = 3936.
+        """
+        return self.per_token * num_tokens + self.per_pair * num_pairs
 
 
-def model_flops_per_token(model: PreTrainedModel, spec: ModelSpec | None, seq_len: int) -> float:
-    """FLOPs per token of a Hugging Face model for sequences of ``seq_len`` tokens."""
+def num_causal_pairs(document_lengths: Iterable[int]) -> int:
+    """P, (query, key) pairs within documents, a token with itself included. Example: lengths 3, 2: 6 + 3 = 9."""
+    return sum(length * (length + 1) // 2 for length in document_lengths)
+
+
+def build_model_flops(model: PreTrainedModel, spec: ModelSpec | None) -> ModelFlops:
+    """What a token and a pair cost in a Hugging Face model. Not collective."""
     text_config = model.config.get_text_config()
     config = text_config.to_dict()
     top_k = 1 if spec is None else config[text_config.attribute_map.get(spec.top_k_field, spec.top_k_field)]
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return flops_per_token(
-        num_active_params(model, spec, top_k),
-        config["num_hidden_layers"],
-        config["num_attention_heads"] * head_size,
-        seq_len,
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    num_layers = sum(kind != "linear_attention" for kind in kinds)
+    return ModelFlops(
+        per_token=6 * num_active_params(model, spec, top_k),
+        per_pair=12 * num_layers * config["num_attention_heads"] * head_size,
     )

@@ -61,7 +61,8 @@ def _reduced_power(mesh: DeviceMesh | None, params: list[nn.Parameter], norm_typ
     if grads:
         norms = torch.stack(torch._foreach_norm([_local(grad) for grad in grads], norm_type, dtype=torch.float32))
         if math.isinf(norm_type):
-            power = norms.max()
+            # A maximum over ranks may drop NaN, depending on which rank has it; infinity it keeps.
+            power = torch.nan_to_num(norms.max(), nan=math.inf, posinf=math.inf)
         else:
             copies = torch.tensor([_num_copies(grad) for grad in grads], dtype=torch.float32, device=device)
             power = (norms.pow(norm_type) / copies).sum()

@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from moesaic.checkpoint import load_model, save_checkpoint
 from moesaic.config import Fsdp2Config, MoesaicConfig, Recipe
+from moesaic.config.run_folder import EXPORT
 from moesaic.data.batch import Batch
 from moesaic.runtime import shutdown
 from moesaic.train.evaluate import evaluate
-from moesaic.train.flops import model_flops_per_token
+from moesaic.train.flops import build_model_flops
 from moesaic.train.metrics import Meter, MetricsWriter
-from moesaic.train.setup import DTYPES, EXPORT, Run, build_model, build_run, spec_of, start
+from moesaic.train.setup import DTYPES, Run, build_model, build_run, spec_of, start
 from moesaic.train.step import StepResult, train_step
 from moesaic.train.warm_up import warm_up_collectives
 from moesaic.weights.export import export_hf
@@ -88,7 +89,7 @@ def _open_writer(run: Run) -> Iterator[MetricsWriter | None]:
 def _train_steps(run: Run, writer: MetricsWriter | None) -> None:
     """All optimizer steps; ``writer`` is rank 0's."""
     recipe = run.recipe
-    meter = Meter(run.model, run.meshes, model_flops_per_token(run.model, spec_of(run.model), recipe.cutoff_len))
+    meter = Meter(run.model, run.meshes, build_model_flops(run.model, spec_of(run.model)))
     steps = iter(run.data.loader)
     for step in range(run.first_step + 1, run.num_steps + 1):
         epoch, lr = run.data.loader.epoch + 1, float(run.scheduler.get_last_lr()[0])

@@ -25,13 +25,8 @@ from moesaic.meshes import Meshes
 from moesaic.ops import host
 from moesaic.parallel.experts import expert_parallel, find_expert_modules
 from moesaic.runtime import device_type
-from moesaic.train.flops import peak_flops_per_s
+from moesaic.train.flops import ModelFlops, num_causal_pairs, peak_flops_per_s
 from moesaic.train.step import StepResult
-
-
-def count_tokens(batch: Batch) -> int:
-    """Tokens of a micro-batch that are no padding; a packed batch has no mask and counts whole. Call it on the host."""
-    return batch.input_ids.numel() if batch.attention_mask is None else int(batch.attention_mask.sum())
 
 
 def memory_bytes() -> int:
@@ -88,8 +83,8 @@ class StepMetrics:
         num_loss_tokens: tokens with loss in this step's global batch.
         step_time_s: mean wall-clock time of the steps since the last logging step (or evaluation, or checkpoint, whose
             own time doesn't count), in seconds.
-        tokens_per_s: tokens trained on per second over all ranks in that time, padding left out.
-        tflops_per_rank: useful work, 1e12 FLOP/s per rank (see ``flops``).
+        tokens_per_s: the documents' tokens per second over all ranks in that time; no padding, packed or not.
+        tflops_per_rank: useful work, 1e12 FLOP/s per rank (see ``flops``), from the documents' own lengths.
         mfu: ``tflops_per_rank`` over the device's bf16 peak; None where the peak isn't known.
         memory_gib: each rank's peak memory in GiB, by rank.
         expert_load: tokens of the most loaded expert / mean, per MoE layer, since the last logging step.
@@ -122,13 +117,13 @@ class Meter:
     Args:
         model: the sharded model.
         meshes: its meshes.
-        flops_per_token: see ``model_flops_per_token``.
+        flops: the model's, see ``build_model_flops``.
     """
 
-    def __init__(self, model: nn.Module, meshes: Meshes, flops_per_token: float) -> None:
+    def __init__(self, model: nn.Module, meshes: Meshes, flops: ModelFlops) -> None:
         self._model = model
         self._meshes = meshes
-        self._flops_per_token = flops_per_token
+        self._flops = flops
         kind = meshes.data.device_type
         self._device = torch.device(kind)
         self._peak = peak_flops_per_s(None if kind == "cpu" else torch.get_device_module(kind).get_device_name())
@@ -137,12 +132,16 @@ class Meter:
     def restart(self) -> None:
         """Start the clock anew, e.g. after an evaluation, whose time is no training time."""
         self._num_tokens = 0
+        self._num_pairs = 0
         self._num_steps = 0
         self._began_ns = time.perf_counter_ns()
 
     def count(self, micro_batches: Iterable[Batch]) -> None:
-        """Add one optimizer step with this rank's micro-batches, still on the host. Not collective."""
-        self._num_tokens += sum(count_tokens(batch) for batch in micro_batches)
+        """Add one optimizer step with this rank's micro-batches, as a loader gives them. Not collective."""
+        for batch in micro_batches:
+            assert batch.document_lengths is not None, "a loader's batch says how long its documents are"
+            self._num_tokens += sum(batch.document_lengths)
+            self._num_pairs += num_causal_pairs(batch.document_lengths)
         self._num_steps += 1
 
     def measure(self, step: int, epoch: int, lr: float, result: StepResult) -> StepMetrics:
@@ -155,15 +154,15 @@ class Meter:
         loss_value = host.read_float(loss)  # waits for the step to end: the clock is read after it
         elapsed_ns = time.perf_counter_ns() - self._began_ns
         world_size = dist.get_world_size()
-        own = torch.tensor([self._num_tokens, memory_bytes(), elapsed_ns], dtype=torch.int64, device=self._device)
+        numbers = [self._num_tokens, self._num_pairs, memory_bytes(), elapsed_ns]
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         gathered = own.new_empty(world_size * own.numel())
         dist.all_gather_single(gathered, own)
-        tokens, memory, elapsed = zip(*host.read_ints(gathered.view(world_size, -1)), strict=True)
+        tokens, pairs, memory, elapsed = zip(*host.read_ints(gathered.view(world_size, -1)), strict=True)
         elapsed_s = max(elapsed) / 1e9
         # cp and tp peers are given the same samples.
         num_copies = self._meshes.sizes.cp_size * self._meshes.sizes.tp_size
-        tokens_per_s = sum(tokens) / num_copies / elapsed_s
-        flops_per_rank = tokens_per_s * self._flops_per_token / world_size
+        flops_per_rank = self._flops.total(sum(tokens), sum(pairs)) / num_copies / elapsed_s / world_size
         metrics = StepMetrics(
             step=step,
             epoch=epoch,
@@ -172,7 +171,7 @@ class Meter:
             lr=lr,
             num_loss_tokens=int(result.num_tokens),
             step_time_s=elapsed_s / self._num_steps,
-            tokens_per_s=tokens_per_s,
+            tokens_per_s=sum(tokens) / num_copies / elapsed_s,
             tflops_per_rank=flops_per_rank / 1e12,
             mfu=None if self._peak is None else flops_per_rank / self._peak,
             memory_gib=[num_bytes / 2**30 for num_bytes in memory],

@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from moesaic import __version__
-from moesaic.checkpoint import TrainState, find_latest, load_checkpoint, refuse_strided
-from moesaic.config import DatasetConfig, Fsdp2Config, Recipe, num_micro_batches, save_recipe
+from moesaic.checkpoint import TrainState, load_checkpoint, refuse_strided
+from moesaic.config import DatasetConfig, Fsdp2Config, Recipe, RecipeError, num_micro_batches, save_recipe
+from moesaic.config.run_folder import choose_checkpoint
 from moesaic.data import BatchLoader, DataReport, EvalLoader, SftDataset, build_sft_dataset, choose_pad_token_id
 from moesaic.kernels import find_bound_kernels, select_kernels
 from moesaic.meshes import Meshes, build_meshes
@@ -27,7 +28,6 @@ from moesaic.specs import ModelSpec, registered_specs
 from moesaic.train.optim import build_optimizer, build_scheduler
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-EXPORT = "export"
 PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic")
 
 
@@ -71,7 +71,7 @@ def build_run(recipe: Recipe) -> Run:
         ValueError: what only shows here: bad data, a checkpoint folder in the way, weights that don't fit.
     """
     meshes = start(recipe)
-    checkpoint = choose_checkpoint(recipe)
+    checkpoint = _agree_on_checkpoint(recipe)
     save_run_facts(recipe, meshes)
     data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
     model = build_model(recipe, meshes)
@@ -176,24 +176,6 @@ def spec_of(model: PreTrainedModel) -> ModelSpec | None:
     return registered_specs().get(model.config.model_type)
 
 
-def choose_checkpoint(recipe: Recipe) -> Path | None:
-    """The checkpoint to go on from, or None for a run from the start.
-
-    Raises:
-        ValueError: a run from the start would mix with what an earlier run left in ``output_dir``.
-    """
-    folder = Path(recipe.output_dir)
-    newest = find_latest(folder)
-    if recipe.resume_from_checkpoint is not None:
-        return newest if recipe.resume_from_checkpoint == "auto" else Path(recipe.resume_from_checkpoint)
-    if newest is not None or (folder / EXPORT).exists():
-        raise ValueError(
-            f"output_dir={recipe.output_dir!r}: holds an earlier run ({EXPORT if newest is None else newest.name}); "
-            "go on from it with resume_from_checkpoint=auto, remove it, or choose another output_dir."
-        )
-    return None
-
-
 def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
     """On rank 0, write what the run is into its folder: ``recipe.yaml``, ``meshes.txt``, ``environment.json``."""
     if dist.get_rank() != 0:
@@ -221,6 +203,20 @@ def save_kernel_facts(recipe: Recipe, model: PreTrainedModel) -> None:
     path = Path(recipe.output_dir) / "environment.json"
     facts = {**json.loads(path.read_text(encoding="utf-8")), "kernels": find_bound_kernels(model)}
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _agree_on_checkpoint(recipe: Recipe) -> Path | None:
+    """``choose_checkpoint`` as rank 0 sees the folder: a file system may show the others an older state of it."""
+    found: list[Path | RecipeError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = choose_checkpoint(recipe)
+        except RecipeError as error:
+            found[0] = error
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], RecipeError):
+        raise found[0]
+    return found[0]
 
 
 def _refuse_packing(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moesaic.model.build import find_fp32_names
+from moesaic.model.tokenizer_files import copy_tokenizer
 from moesaic.ops.placements import local_shape
 from moesaic.specs import ModelSpec
 from moesaic.weights.agree import find_mesh, raise_together, state_tensors
@@ -40,14 +41,6 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-TOKENIZER_PATTERNS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-)
 
 
 @torch.no_grad()
@@ -232,10 +225,7 @@ def _finish(
     if model.can_generate():
         model.generation_config.save_pretrained(beside)
     if tokenizer_folder is not None:
-        for pattern in TOKENIZER_PATTERNS:
-            for file in sorted(tokenizer_folder.glob(pattern)):
-                if file.is_file():
-                    shutil.copy2(file, beside / file.name)
+        copy_tokenizer(tokenizer_folder, beside)
     if folder.is_dir():  # empty: checked at the beginning
         folder.rmdir()
     beside.rename(folder)
