@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import TypeGuard
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -44,6 +45,8 @@ FACADES = ("__init__.py", "__main__.py")
 # Where device values must not reach the host, but through ops/host.py.
 HOST_READ_SCOPE = ("ops", "dispatch", "parallel")
 HOST_READ_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select"}
+# Operators whose result has a size that depends on values, which therefore wait for the device.
+VALUE_SIZED_METHODS = {"bincount", "unique", "unique_consecutive", "repeat_interleave"}
 # Where DTensor gradients flow.
 GRAD_PLACEMENTS_SCOPE = ("ops", "model", "dispatch", "parallel", "train")
 
@@ -53,8 +56,9 @@ ALLOWED_MODULE_STATE = {
     ("cli.py", "app"),
     ("cli.py", "console"),
 }
-# Files outside specs/ that may ask by a string's name whether an attribute is there.
-ALLOWED_NAMED_GETATTR: set[str] = set()
+# Files outside specs/ that may ask by a string's name whether an attribute is there: adapters, which find again what
+# they, or transformers' seams, have put on a module of transformers.
+ALLOWED_NAMED_GETATTR = {"parallel/experts.py", "kernels/bind.py"}
 
 MUTABLE_BUILDERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "bytearray"}
 MUTATING_METHODS = {
@@ -162,12 +166,22 @@ def host_reads(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: .{node.func.attr}() reads the device; ops/host.py::read_ints does"
             elif node.func.attr == "to" and any(is_text(argument, "cpu") for argument in node.args):
                 yield f"{node.lineno}: .to('cpu') reads the device; ops/host.py::read_ints does"
+            elif node.func.attr in VALUE_SIZED_METHODS and not is_size_given(node):
+                yield f"{node.lineno}: {node.func.attr}() has a size that only the device knows"
             elif node.func.attr == "where" and len(node.args) == 1 and not node.keywords:
                 yield f"{node.lineno}: where() of one argument is nonzero()"
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and not is_type(node.value):
             parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             if any(looks_like_mask(part) for part in parts):
                 yield f"{node.lineno}: indexing by a mask has a size that only the device knows"
+
+
+def is_size_given(node: ast.Call) -> bool:
+    """``repeat_interleave`` with an ``output_size``, or with a number of repeats written out."""
+    numbers = [argument for argument in node.args if isinstance(argument, ast.Constant)]
+    return called_name(node) == "repeat_interleave" and (
+        bool(numbers) or "output_size" in {keyword.arg for keyword in node.keywords}
+    )
 
 
 def is_type(node: ast.expr) -> bool:
@@ -215,13 +229,34 @@ def shard_isinstance(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 def named_attributes(path: str, tree: ast.Module) -> Iterator[str]:
-    """No hasattr/getattr by a constant name outside specs/: types say what is there."""
+    """No hasattr/getattr by a constant name outside specs/, nor a look into an object's ``__dict__``: types say what is
+    there."""
     if package_of(path) == "specs" or path in ALLOWED_NAMED_GETATTR:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr"):
             if len(node.args) >= 2 and isinstance(node.args[1], ast.Constant):
                 yield f"{node.lineno}: {node.func.id}(..., {node.args[1].value!r})"
+        if is_attribute_lookup(node):
+            yield f"{node.lineno}: a name looked up in an object's attributes is hasattr or getattr by another name"
+
+
+def is_attribute_lookup(node: ast.AST) -> TypeGuard[ast.expr]:
+    """``'x' in m.__dict__``, ``names <= set(vars(m))``, ``vars(m)['x']``, ``m.__dict__.get('x')``; not ``.items()``."""
+    if isinstance(node, ast.Compare):
+        return any(is_attributes(part) for part in ast.walk(node))
+    if isinstance(node, ast.Subscript):
+        return is_attributes(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr == "get" and is_attributes(node.func.value)
+    return False
+
+
+def is_attributes(node: ast.AST) -> bool:
+    """``m.__dict__`` or ``vars(m)``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "vars" and bool(node.args)
+    return isinstance(node, ast.Attribute) and node.attr == "__dict__"
 
 
 def device_names(path: str, tree: ast.Module) -> Iterator[str]:
@@ -329,7 +364,7 @@ def decorator_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
-def is_named(node: ast.AST) -> bool:
+def is_named(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
     """A name or an attribute."""
     return isinstance(node, ast.Name | ast.Attribute)
 

@@ -51,6 +51,10 @@ CAUGHT = [
     (rules.host_reads, "ops/x.py", "y = x[x > 0]"),
     (rules.host_reads, "ops/x.py", "y = x[:, ~is_padding]"),
     (rules.host_reads, "ops/x.py", "y = x[token_mask]"),
+    (rules.host_reads, "dispatch/x.py", "counts = torch.bincount(experts, minlength=8)"),
+    (rules.host_reads, "dispatch/x.py", "chosen = experts.unique()"),
+    (rules.host_reads, "dispatch/x.py", "rows = torch.repeat_interleave(x, counts)"),
+    (rules.host_reads, "dispatch/x.py", "rows = x.repeat_interleave(counts, dim=0)"),
     (rules.silent_excepts, "x.py", "try:\n    f()\nexcept ValueError:\n    pass"),
     (rules.silent_excepts, "x.py", "try:\n    f()\nexcept:\n    g()"),
     (rules.silent_excepts, "x.py", "with contextlib.suppress(Exception):\n    f()"),
@@ -59,6 +63,9 @@ CAUGHT = [
     (rules.shard_isinstance, "parallel/x.py", "p.is_shard(0)"),
     (rules.named_attributes, "model/x.py", "hasattr(model, 'lm_head')"),
     (rules.named_attributes, "model/x.py", "getattr(model, 'lm_head', None)"),
+    (rules.named_attributes, "model/x.py", "'lm_head' in model.__dict__"),
+    (rules.named_attributes, "model/x.py", "if {'lm_head'} <= set(vars(model)): ..."),
+    (rules.named_attributes, "model/x.py", "head = model.__dict__.get('lm_head') or vars(model)['head']"),
     (rules.device_names, "ops/x.py", "x.to('cuda')"),
     (rules.device_names, "ops/x.py", "x.to('cuda:0')"),
     (rules.device_names, "ops/x.py", "torch.cuda.synchronize()"),
@@ -90,12 +97,15 @@ PASSED = [
     (rules.host_reads, "ops/host.py", "n = counts.tolist()"),
     (rules.host_reads, "weights/x.py", "n = x.cpu()"),
     (rules.host_reads, "ops/x.py", "y = torch.where(mask, a, b)\ny = x[order]\ny = sizes[0]\nfor k in d.items(): ..."),
+    (rules.host_reads, "ops/x.py", "y = x.repeat_interleave(counts, output_size=num_rows)\nz = x.repeat_interleave(2)"),
     (rules.host_reads, "ops/x.py", "def f(x: int) -> tuple[Tensor | None, ...]: ..."),
     (rules.silent_excepts, "x.py", "try:\n    f()\nexcept ValueError as error:\n    raise KeyError from error"),
     (rules.shard_isinstance, "ops/placements.py", "isinstance(p, Shard)"),
     (rules.shard_isinstance, "parallel/x.py", "isinstance(p, Replicate)"),
     (rules.named_attributes, "specs/x.py", "getattr(config, 'num_experts')"),
     (rules.named_attributes, "parallel/x.py", "getattr(module, name)"),
+    (rules.named_attributes, "parallel/x.py", "for name, value in vars(module).items(): ..."),
+    (rules.named_attributes, "parallel/experts.py", "'expert_parallel' in module.__dict__"),
     (rules.device_names, "kernels/x.py", "x.to('cuda')"),
     (rules.device_names, "ops/x.py", "x.to(mesh.device_type)"),
     (rules.environment, "runtime.py", "os.environ['RANK']"),
@@ -201,19 +211,3 @@ def test_lazy_exports_and_their_types_say_the_same() -> None:
     assert set(moesaic.__all__) == {*moesaic.EXPORTS, "__version__"} == set(dir(moesaic))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         moesaic.nothing  # noqa: B018
-
-
-def test_recipes_load_and_check() -> None:
-    from moesaic.config import RecipeError, load_recipe
-
-    recipes = sorted((ROOT / "recipes").glob("**/*.yaml"))
-    assert recipes
-    # What a recipe's own preparation makes isn't there in a fresh clone.
-    made_before_the_run = {"model", "train_dataset", "eval_dataset"}
-    found: list[tuple[Path, str]] = []
-    for path in recipes:
-        try:
-            load_recipe(path, [])  # checks as well
-        except RecipeError as error:
-            found += [(path, f" {p}") for p in error.problems if p.field not in made_before_the_run]
-    assert not found, report(found)

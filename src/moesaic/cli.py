@@ -18,6 +18,7 @@ from moesaic.config import (
     num_micro_batches,
     resolve_sizes,
 )
+from moesaic.config.run_folder import is_complete
 
 EXIT_USAGE = 2
 
@@ -76,12 +77,10 @@ def check(
 def train(recipe: RecipeArgument, overrides: Overrides = None, nproc: Nproc = None) -> None:
     """Train. Starts local processes (--nproc, else as many as the recipe implies, else 1), or runs under torchrun."""
     if runtime.under_launcher():
-        world = runtime.world_size_from_launcher()
-        if nproc is not None:
-            _fail(f"--nproc {nproc}: a launcher has started {world} processes already; leave --nproc out.")
-    else:
-        world = nproc or _implied_world_size(_load(recipe, overrides, None)) or 1
-    checked = _load(recipe, overrides, world)
+        _refuse_nproc(nproc)
+        nproc = runtime.world_size_from_launcher()
+    checked = _load(recipe, overrides, nproc, default_world_size=1)
+    world = nproc or _implied_world_size(checked) or 1
     command = ["-m", "moesaic.cli", "train", str(recipe), *(overrides or [])]
     if world > 1 and not runtime.under_launcher():
         raise typer.Exit(runtime.launch(command, world, Path(checked.output_dir) / "logs"))
@@ -97,10 +96,14 @@ def export(
     nproc: Nproc = None,
 ) -> None:
     """Turn a checkpoint into Hugging Face safetensors. The run's recipe.yaml is read from beside the checkpoint."""
+    if runtime.under_launcher():
+        _refuse_nproc(nproc)
     try:
         saved = load_saved_recipe(checkpoint.absolute().parent / "recipe.yaml")
     except RecipeError as error:
         _fail(str(error))
+    if not is_complete(checkpoint):
+        _fail(f"{checkpoint}: is no complete checkpoint: no .metadata in it; name one of {checkpoint.parent}/step-*.")
     world = nproc or 1
     if world > 1 and not runtime.under_launcher():
         command = ["-m", "moesaic.cli", "export", str(checkpoint), str(out)]
@@ -144,12 +147,21 @@ def upcycle(
     typer.echo(f"sparse layers: {layer_list}")
 
 
-def _load(path: Path, overrides: list[str] | None, world_size: int | None) -> Recipe:
+def _load(
+    path: Path, overrides: list[str] | None, world_size: int | None, default_world_size: int | None = None
+) -> Recipe:
     """The checked recipe; every problem and exit code 2 where there are any."""
     try:
-        return load_recipe(path, overrides or [], world_size=world_size)
+        return load_recipe(path, overrides or [], world_size=world_size, default_world_size=default_world_size)
     except RecipeError as error:
         _fail(str(error))
+
+
+def _refuse_nproc(nproc: int | None) -> None:
+    """Under a launcher."""
+    if nproc is not None:
+        world = runtime.world_size_from_launcher()
+        _fail(f"--nproc {nproc}: a launcher has started {world} processes already; leave --nproc out.")
 
 
 def _fail(message: str) -> NoReturn:

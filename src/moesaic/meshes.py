@@ -18,6 +18,7 @@ Example, 8 ranks, mp_replicate 2, ep 2, edp 2 (cp = tp = 1):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -74,6 +75,8 @@ def build_meshes(
 ) -> Meshes:
     """Build the three views over all ranks of the default process group. Every rank must call it, in the same order.
 
+    Every group of theirs gets the default group's timeout: torch by itself gives a new group 10 or 30 minutes.
+
     Args:
         device_type: ``cpu``, ``cuda``, ...; default: the accelerator's, or ``cpu`` without one.
         cp_size, tp_size, mp_replicate_size, ep_size: sizes of these axes; the others follow (``ParallelSizes``).
@@ -94,10 +97,22 @@ def build_meshes(
     dense_shape = (sizes.mp_replicate_size, sizes.mp_shard_size, sizes.tp_size)
     expert_shape = (sizes.edp_size, sizes.efsdp_size, sizes.ep_size)
     data = init_device_mesh(kind, (sizes.dp_size, sizes.cp_size, sizes.tp_size), mesh_dim_names=DATA_AXES)
-    return Meshes(
+    meshes = Meshes(
         sizes=sizes,
         data=data,
         dense=init_device_mesh(kind, dense_shape, mesh_dim_names=DENSE_AXES),
         expert=init_device_mesh(kind, expert_shape, mesh_dim_names=EXPERT_AXES),
         tokens=data["dp", "cp"]._flatten("tokens"),
     )
+    assert dist.group.WORLD is not None
+    timeout = group_timeouts(dist.group.WORLD)[kind]
+    for mesh in (meshes.data, meshes.dense, meshes.expert, meshes.tokens):
+        for group in mesh.get_all_groups():
+            if set(group_timeouts(group).values()) != {timeout}:
+                group.set_timeout(timeout)
+    return meshes
+
+
+def group_timeouts(group: dist.ProcessGroup) -> dict[str, timedelta]:
+    """Device type -> how long a collective of ``group`` on its tensors may take. torch has no public way to ask."""
+    return {device.type: group._get_backend(device).options._timeout for device in group._device_types}

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moesaic.checkpoint import TrainState, find_latest, load_checkpoint, load_model, save_checkpoint
+from moesaic.checkpoint import TrainState, load_checkpoint, load_model, save_checkpoint
 from moesaic.config import LrSchedulerConfig, OptimConfig
+from moesaic.config.run_folder import find_latest
 from moesaic.train.optim import build_optimizer, build_scheduler
 
 
@@ -148,6 +149,40 @@ def rotate_on_rank(rank: int, folder: str) -> list[str]:
 
 def test_only_the_newest_are_kept(run_ranks, tmp_path: Path) -> None:
     assert run_ranks(rotate_on_rank, 2, str(tmp_path))[0] == ["step-000010", "step-000011"]
+
+
+def save_an_earlier_step(rank: int, folder: str) -> tuple[bool, list[str]]:
+    state = build_state(seed=0)
+    (Path(folder) / "step-000200").mkdir(exist_ok=True)
+    (Path(folder) / "step-000200" / ".metadata").touch()
+    path = save_checkpoint(Path(folder), state, step=150, keep=1)
+    return (path / ".metadata").is_file(), sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_the_one_just_written_is_kept_also_beside_a_later_one(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(save_an_earlier_step, 1, str(tmp_path)) == [(True, ["step-000150"])]
+
+
+def replace_and_fail(rank: int, folder: str) -> list[str]:
+    """The checkpoint of step 1 is written twice; the second time, deleting the first one fails."""
+    state = build_state(seed=0)
+    save_checkpoint(Path(folder), state, step=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moesaic.checkpoint.shutil.rmtree", refuse_to_delete)
+        with pytest.raises(OSError, match="busy"):
+            save_checkpoint(Path(folder), state, step=1)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def refuse_to_delete(folder: Path, ignore_errors: bool = False) -> None:
+    if not ignore_errors:
+        assert (folder.with_suffix("") / ".metadata").is_file(), "the new one must be in place first"
+        raise OSError("busy")
+
+
+def test_a_checkpoint_is_replaced_before_the_old_one_is_deleted(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(replace_and_fail, 1, str(tmp_path))[0] == ["step-000001", "step-000001.old"]
+    assert find_latest(tmp_path) == tmp_path / "step-000001"
 
 
 def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from moesaic.meshes import build_meshes
 from moesaic.ops import host
@@ -22,60 +28,151 @@ from tests.pool import RunRanks
 NUM_LAYERS = 2
 
 
-class CountCalls(TorchDispatchMode):
-    """Counts collectives and top-k by operator name."""
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one rank did in one step.
 
-    def __init__(self) -> None:
+    Attributes:
+        calls: ``operator what @ ranks`` -> number, see ``CountCalls``.
+        ranks: axis -> ranks of this rank's group along it, e.g. ``0 2``.
+    """
+
+    calls: dict[str, int]
+    ranks: dict[str, str]
+    num_int_reads: int
+    num_float_reads: int
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts collectives, each by what it carries and between which ranks, and top-k.
+
+    A gather or a reduction carries one FSDP unit: blocks, experts and root differ in how many numbers a rank holds, so
+    that one gather too many of one kind can't stand for a missing one of another.
+    """
+
+    def __init__(self, units: dict[int, str]) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self._units = units
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if "c10d" in name and "wait_tensor" not in name or "topk" in name:
-            self.calls[name.split(".")[1]] += 1
+        if "topk" in name:
+            self.calls["topk"] += 1
+        elif "c10d" in name and "wait_tensor" not in name:
+            self.calls[self._describe(name.split(".")[1], args)] += 1
         return func(*args, **(kwargs or {}))
 
+    def _describe(self, operator: str, args: Any) -> str:
+        if operator == "all_to_all_single":
+            what = "rows" if args[0].is_floating_point() else "counts"
+            return f"{operator} {what} @ {ranks_of(_resolve_process_group(args[3]))}"
+        # What a rank gives to a gather, and what it gets of a reduction, is its shard of the unit.
+        shard = args[1] if operator == "_allgather_base_" else args[0]
+        shard = shard[0] if operator == "allreduce_" else shard
+        group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
+        if shard.numel() == 1:
+            what = "norm" if shard.is_floating_point() else "tokens"
+        else:
+            what = self._units[shard.numel()]
+        return f"{operator} {what} @ {ranks_of(group)}"
 
-def count_step(rank: int, cell: Cell, reference: Reference) -> tuple[dict[str, int], int]:
-    """Collectives of the second step (the first builds communicators), and host reads of splits."""
+
+def ranks_of(group: dist.ProcessGroup) -> str:
+    return " ".join(map(str, dist.get_process_group_ranks(group)))
+
+
+def name_units(model: PreTrainedModel) -> dict[int, str]:
+    """Numbers in a rank's shard of each FSDP unit -> its kind."""
+    kinds: dict[int, str] = {}
+    for name, unit in model.named_modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        assert isinstance(unit, nn.Module)
+        kind = "experts" if name.endswith("experts") else "block" if name else "root"
+        nested = [module for _, module in unit.named_modules() if module is not unit and isinstance(module, FSDPModule)]
+        inner = {id(param) for module in nested for param in cast(nn.Module, module).parameters()}
+        own = [param for param in unit.parameters() if id(param) not in inner]
+        assert all(isinstance(param, DTensor) for param in own)
+        num_local = sum(param.to_local().numel() for param in own if isinstance(param, DTensor))
+        assert kinds.setdefault(num_local, kind) == kind, "two kinds of the same size can't be told apart"
+    return kinds
+
+
+def count_step(rank: int, cell: Cell, reference: Reference) -> Counts:
+    """The second step's (the first builds communicators)."""
     meshes = build_meshes("cpu", **cell.sizes)
     model = from_pretrained(reference.folder, meshes, options=cell.options)
+    units = name_units(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [build_batch(documents, cell.layout) for documents in share_documents(reference.documents, cell, rank)]
     train_step(model, batches, optimizer, None, meshes, max_grad_norm=1.0)
-    with CountCalls() as counter, mock.patch.object(host, "read_ints", wraps=host.read_ints) as read_ints:
+    with (
+        CountCalls(units) as counter,
+        mock.patch.object(host, "read_ints", wraps=host.read_ints) as read_ints,
+        mock.patch.object(host, "read_float", wraps=host.read_float) as read_float,
+    ):
         train_step(model, batches, optimizer, None, meshes, max_grad_norm=1.0)
-    return dict(counter.calls), read_ints.call_count
+    axes = [(view, axis) for view in (meshes.dense, meshes.expert) for axis in view.mesh_dim_names or ()]
+    ranks = {axis: ranks_of(view.get_group(axis)) for view, axis in axes}
+    return Counts(dict(counter.calls), ranks, read_ints.call_count, read_float.call_count)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_reference(Case(), tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_collectives_of_a_step(run_ranks: RunRanks, tmp_path: Path, ep_size: int, reshard: bool) -> None:
+def test_collectives_of_a_step(run_ranks: RunRanks, reference: Reference, ep_size: int, reshard: bool) -> None:
     cell = Cell(world_size=4, sizes={"ep_size": ep_size}, options=ParallelOptions(reshard_after_forward=reshard))
-    efsdp_size = 4 // ep_size
-    units = NUM_LAYERS + (NUM_LAYERS if efsdp_size > 1 else 0)  # blocks, experts; one rank gathers from nobody
-    gathers = units * (2 if reshard else 1) + 1  # again in backward where resharded; the root keeps its own
-    for calls, num_reads in run_ranks(count_step, 4, cell, load_reference(Case(), tmp_path)):
-        assert calls == {
-            "all_to_all_single": NUM_LAYERS * (1 + 2 + 2),  # counts; tokens there and back; the same in backward
-            "_allgather_base_": gathers,
-            "_reduce_scatter_base_": units + 1,
-            "allreduce_": 2 + 1,  # the norm on each of two meshes; the token count
+    num_gathers = NUM_LAYERS * (2 if reshard else 1)  # again in backward where resharded
+    for counts in run_ranks(count_step, 4, cell, reference):
+        ep, efsdp, mp_shard = (counts.ranks[axis] for axis in ("ep", "efsdp", "mp_shard"))
+        assert mp_shard == "0 1 2 3" and len(ep.split()) == ep_size
+        experts = {  # one rank gathers from nobody
+            f"_allgather_base_ experts @ {efsdp}": num_gathers,
+            f"_reduce_scatter_base_ experts @ {efsdp}": NUM_LAYERS,
+        }
+        assert counts.calls == {
+            f"all_to_all_single counts @ {ep}": NUM_LAYERS,
+            f"all_to_all_single rows @ {ep}": NUM_LAYERS * (2 + 2),  # there and back; the same in backward
+            f"_allgather_base_ block @ {mp_shard}": num_gathers,
+            f"_reduce_scatter_base_ block @ {mp_shard}": NUM_LAYERS,
+            f"_allgather_base_ root @ {mp_shard}": 1,  # it keeps its own for backward
+            f"_reduce_scatter_base_ root @ {mp_shard}": 1,
+            **(experts if ep_size < 4 else {}),
+            "allreduce_ norm @ 0 1 2 3": 2,  # one for each of two meshes
+            "allreduce_ tokens @ 0 1 2 3": 1,
             "topk": NUM_LAYERS,
         }
-        assert num_reads == NUM_LAYERS
+        assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)  # split sizes; the norm
 
 
-def test_checkpointing_neither_routes_nor_sends_again(run_ranks: RunRanks, tmp_path: Path) -> None:
-    options = ParallelOptions(activation_checkpointing=True)
-    cell = Cell(world_size=4, sizes={"ep_size": 4}, options=options)
-    for calls, num_reads in run_ranks(count_step, 4, cell, load_reference(Case(), tmp_path)):
-        assert calls["all_to_all_single"] == NUM_LAYERS * (1 + 2 + 2)
-        assert calls["topk"] == NUM_LAYERS
-        assert num_reads == 2 * NUM_LAYERS  # split sizes are read again, from the kept counts
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_checkpointing_neither_routes_nor_sends_again(run_ranks: RunRanks, reference: Reference, ep_size: int) -> None:
+    """Nor does it gather again: recomputation finds the units that backward has gathered."""
+    plain, checkpointed = (
+        run_ranks(count_step, 4, Cell(world_size=4, sizes={"ep_size": ep_size}, options=options), reference)
+        for options in (ParallelOptions(), ParallelOptions(activation_checkpointing=True))
+    )
+    for without, counts in zip(plain, checkpointed, strict=True):
+        assert counts.calls == without.calls
+        num_gathers = sum(number for call, number in counts.calls.items() if call.startswith("_allgather_base_"))
+        assert num_gathers == (9 if ep_size == 2 else 5)  # (2 blocks + 2 experts, or 2 blocks) twice, and the root
+        assert counts.num_int_reads == 2 * NUM_LAYERS  # split sizes are read again, from the kept counts
+        assert counts.num_float_reads == 1
 
 
-def test_replicas_add_one_all_reduce_per_unit(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_replicas_add_one_all_reduce_per_unit(run_ranks: RunRanks, reference: Reference) -> None:
     cell = Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2})
-    for calls, _ in run_ranks(count_step, 4, cell, load_reference(Case(), tmp_path)):
-        assert calls["allreduce_"] == 2 + 1 + (2 * NUM_LAYERS + 1)
+    for counts in run_ranks(count_step, 4, cell, reference):
+        all_reduces = {call: number for call, number in counts.calls.items() if call.startswith("allreduce_")}
+        assert all_reduces == {
+            f"allreduce_ block @ {counts.ranks['mp_replicate']}": NUM_LAYERS,
+            f"allreduce_ root @ {counts.ranks['mp_replicate']}": 1,
+            f"allreduce_ experts @ {counts.ranks['edp']}": NUM_LAYERS,
+            "allreduce_ norm @ 0 1 2 3": 2,
+            "allreduce_ tokens @ 0 1 2 3": 1,
+        }

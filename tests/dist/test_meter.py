@@ -13,6 +13,7 @@ from moesaic.data.batch import IGNORE_INDEX, Batch
 from moesaic.meshes import Meshes, build_meshes
 from moesaic.parallel.experts import ExpertLoad, ExpertParallel
 from moesaic.train.evaluate import evaluate
+from moesaic.train.flops import ModelFlops
 from moesaic.train.metrics import Meter, gather_expert_load
 from moesaic.train.step import StepResult
 
@@ -55,19 +56,20 @@ def test_ranks_with_the_same_experts_add_up(run_ranks) -> None:
     assert run_ranks(replicated_load_on_rank, 4)[3] == {"layer": 4 * 2 / 6}  # expert 0: 0 + 2, expert 1: 1 + 3
 
 
-def batch_of(num_real: int, row_len: int, num_loss: int) -> Batch:
+def batch_of(lengths: tuple[int, ...], row_len: int, num_loss: int) -> Batch:
+    """Packed: documents and padding, which positions alone don't tell from one another."""
     ids = torch.zeros(1, row_len, dtype=torch.int64)
     labels = torch.full((1, row_len), IGNORE_INDEX)
     labels[0, :num_loss] = 1
-    mask = (torch.arange(row_len) < num_real).long()[None]
-    return Batch(input_ids=ids, labels=labels, position_ids=ids, attention_mask=mask)
+    positions = [t for length in (*lengths, row_len - sum(lengths)) for t in range(length)]
+    return Batch(input_ids=ids, labels=labels, position_ids=torch.tensor([positions]), document_lengths=lengths)
 
 
 def measure_on_rank(rank: int) -> dict[str, Any]:
     meshes = build_meshes()
-    meter = Meter(nn.Linear(1, 1), meshes, flops_per_token=1e6)
-    meter.count([batch_of(5 + rank, 10, 2), batch_of(1, 10, 1)])
-    meter.count([batch_of(3, 10, 2)])
+    meter = Meter(nn.Linear(1, 1), meshes, ModelFlops(per_token=1e6, per_pair=1e3))
+    meter.count([batch_of((3, 2 + rank), 10, 2), batch_of((1,), 10, 1)])
+    meter.count([batch_of((3,), 10, 2), batch_of((), 10, 0)])
     result = StepResult(torch.tensor(1.0 + rank), grad_norm=0.5, num_tokens=torch.tensor(7), is_finite=True)
     metrics = meter.measure(4, 2, 1e-3, result)
     return {"tokens": metrics.tokens_per_s * metrics.step_time_s * 2, "metrics": metrics}
@@ -79,7 +81,9 @@ def test_metrics_are_global_and_equal_on_all_ranks(run_ranks) -> None:
     metrics = results[0]["metrics"]
     assert results[0]["tokens"] == pytest.approx(9 + 10)  # tokens/s is exact arithmetic of the same elapsed time
     assert (metrics.step, metrics.epoch, metrics.loss, metrics.lr, metrics.num_loss_tokens) == (4, 2, 3.0, 1e-3, 7)
-    assert metrics.tflops_per_rank == pytest.approx(metrics.tokens_per_s * 1e6 / 2 / 1e12)
+    pairs = (6 + 3 + 1 + 6) + (6 + 6 + 1 + 6)
+    elapsed_s = metrics.step_time_s * 2
+    assert metrics.tflops_per_rank == pytest.approx((19 * 1e6 + pairs * 1e3) / elapsed_s / 2 / 1e12)
     assert metrics.mfu is None and len(metrics.memory_gib) == 2 and metrics.expert_load == {}
 
 
@@ -92,7 +96,7 @@ class ConstantModel(nn.Module):
 
 def evaluate_on_rank(rank: int) -> tuple[float, int, bool]:
     model = ConstantModel()
-    batches = [batch_of(4, 4, 3), batch_of(4, 4, 1 if rank else 0)]  # rank 0's last micro-batch has no loss at all
+    batches = [batch_of((4,), 4, 3), batch_of((4,), 4, 1 if rank else 0)]  # rank 0's last has no loss at all
     return *evaluate(model, batches, build_meshes()), model.training  # type: ignore[arg-type, return-value]
 
 

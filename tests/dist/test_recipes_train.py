@@ -49,7 +49,7 @@ def write_example(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_loads_and_checks_on_16_ranks(name: str, tmp_path: Path) -> None:
-    recipe = load_recipe(write_example(tmp_path, name), [])
+    recipe = load_recipe(write_example(tmp_path, name), [f"output_dir={tmp_path / 'run'}"])
     assert check_recipe(recipe, 16) == []
     assert (recipe.ep_size, recipe.storage_dtype, recipe.compute_dtype) == (16, "bf16", "bf16")
     assert [problem.field for problem in check_recipe(recipe, 4)] == ["dist_config.ep_size"]
@@ -58,7 +58,7 @@ def test_the_example_loads_and_checks_on_16_ranks(name: str, tmp_path: Path) -> 
 def test_the_kernels_alone_load_and_check_on_16_ranks(tmp_path: Path) -> None:
     path = write_example(tmp_path, "kernels")
     path.write_text(path.read_text().replace(TOPOLOGY, ""))
-    recipe = load_recipe(path, [])
+    recipe = load_recipe(path, [f"output_dir={tmp_path / 'run'}"])
     assert check_recipe(recipe, 16) == []
     assert (recipe.dist_config.name, recipe.kernel_config.chunk_size) == ("fsdp2", 32)
 

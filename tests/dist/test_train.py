@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moesaic.config import MoesaicConfig, Recipe, load_recipe
+from moesaic.config import MoesaicConfig, Recipe, load_saved_recipe, save_recipe
 from moesaic.train.loop import NonFiniteError, export_checkpoint, train
 from tests.unit.data_tokenizers import MARKED, build_tokenizer
 from tests.unit.tiny_checkpoints import save_tiny
@@ -77,10 +80,10 @@ def test_a_run_its_files_and_its_resumption(run_ranks, source: Path, tmp_path: P
     folder = tmp_path / "straight"
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        "recipe.yaml", "meshes.txt", "environment.json", "metrics.jsonl", "tensorboard", "step-000002", "step-000004",
-        "export",
+        "recipe.yaml", "meshes.txt", "environment.json", "metrics.jsonl", "data_report.jsonl", "tensorboard",
+        "step-000002", "step-000004", "export",
     }  # fmt: skip
-    assert load_recipe(folder / "recipe.yaml") == straight
+    assert load_saved_recipe(folder / "recipe.yaml") == straight
     assert "efsdp" in (folder / "meshes.txt").read_text()
     assert json.loads((folder / "environment.json").read_text())["world_size"] == 4
 
@@ -111,12 +114,38 @@ def test_path_a_exports_what_transformers_loads_also_from_a_checkpoint(run_ranks
         source, tmp_path / "run", dist_config={"name": "fsdp2"}, max_steps=1, eval_dataset=None, eval_steps=None
     )
     run_ranks(train_on_rank, 2, recipe)
-    run_ranks(export_on_rank, 1, recipe, tmp_path / "run" / "step-000001", tmp_path / "again")
+    bare = tmp_path / "bare"  # an export needs neither the weights that training began with, nor their place
+    shutil.copytree(source / "model", bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    moved = recipe.model_copy(update={"model": str(bare), "attn_implementation": "flash_attention_2"})
+    run_ranks(export_on_rank, 1, moved, tmp_path / "run" / "step-000001", tmp_path / "again")
     assert equal_weights(tmp_path / "run" / "export", tmp_path / "again")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export")
     assert model(**tokenizer("1?", return_tensors="pt")).logits.isfinite().all()
     assert not equal_weights(source / "model", tmp_path / "again")
+
+
+def run_program(folder: Path, *args: object) -> None:
+    """``python -m ...`` in ``folder``; it must end well."""
+    command = [sys.executable, "-m", *map(str, args)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_starts_ranks_runs_under_torchrun_and_exports(source: Path, tmp_path: Path) -> None:
+    few = {"max_steps": 1, "save_steps": None, "eval_dataset": None, "eval_steps": None}
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
+    save_recipe(recipe_of(source, run, model="model", **few), recipe)
+    run_program(source, "moesaic.cli", "train", recipe, "--nproc", 2)
+    first = run.rename(tmp_path / "first")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "moesaic.cli")
+    run_program(source, *torchrun, "train", recipe)
+    assert equal_weights(run / "export", first / "export")
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+    # In another working directory: the run knows where its model was.
+    run_program(tmp_path, "moesaic.cli", "export", "first/step-000001", "again")
+    assert equal_weights(tmp_path / "again", first / "export")
+    assert not equal_weights(source / "model", first / "export")
 
 
 def diverge_on_rank(rank: int, recipe: Recipe) -> str:
@@ -143,4 +172,21 @@ def test_an_earlier_run_in_the_way_is_refused_and_left_alone(run_ranks, source: 
     (tmp_path / "step-000009" / ".metadata").touch()
     message = run_ranks(refuse_on_rank, 2, recipe_of(source, tmp_path))[1]
     assert "output_dir" in message and "step-000009" in message and "resume_from_checkpoint" in message
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000009"]
+    (tmp_path / "step-000004").mkdir()
+    (tmp_path / "step-000004" / ".metadata").touch()
+    resumed = recipe_of(source, tmp_path, resume_from_checkpoint=str(tmp_path / "step-000004"))
+    messages = run_ranks(refuse_on_rank, 2, resumed)
+    assert messages[0] == messages[1] and "holds step-000009 beyond step-000004" in messages[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000009"]
+
+
+def test_every_bad_sample_is_named_in_the_runs_folder(run_ranks, source: Path, tmp_path: Path) -> None:
+    good = (source / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text(good + '{"messages": []}\n' * 25)
+    recipe = recipe_of(
+        source, tmp_path / "run", train_dataset={"path": str(tmp_path / "train.jsonl")}, max_steps=1, save_steps=None
+    )
+    run_ranks(train_on_rank, 2, recipe)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "data_report.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(20, 45))
+    assert {line["dataset"] for line in lines} == {"train_dataset"} and all(line["reason"] for line in lines)

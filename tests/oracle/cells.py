@@ -86,8 +86,8 @@ def build_batch(documents: list[Sample], layout: str) -> Batch:
         )
     width = max(map(len, documents))
     return Batch(
-        input_ids=torch.tensor([d.input_ids + [0] * (width - len(d)) for d in documents]),
-        labels=torch.tensor([d.labels + [IGNORE_INDEX] * (width - len(d)) for d in documents]),
+        input_ids=torch.tensor([[*d.input_ids, *[0] * (width - len(d))] for d in documents]),
+        labels=torch.tensor([[*d.labels, *[IGNORE_INDEX] * (width - len(d))] for d in documents]),
         position_ids=torch.arange(width).expand(len(documents), -1).clone(),
         attention_mask=torch.tensor([[1] * len(d) + [0] * (width - len(d)) for d in documents]),
     )

@@ -21,7 +21,6 @@ from tests.pool import RunRanks
 
 # What it can't do, and why no comparison is possible there.
 UNSUPPORTED = {
-    "one-rank": "its mesh needs two ranks",
     "hsdp2-ep4-edp1": "its experts are replicated as often as the dense parameters",
     "edp2-ep2": "the same",
     "7-experts-ep4": "refuses experts that don't divide by ep",
@@ -57,6 +56,26 @@ def compare(rank: int, cell: Cell, reference: Reference) -> tuple[float, str]:
     ours = from_pretrained(reference.folder, build_meshes("cpu", **cell.sizes), options=cell.options)
     actual = gradients(ours, batches, scale=1.0)
     return worst(actual, expected)
+
+
+def refusal(rank: int, ep_size: int, reference: Reference) -> str:
+    """What transformers says to this many experts and ranks."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=ep_size)
+    try:
+        AutoModelForCausalLM.from_pretrained(reference.folder, distributed_config=config, dtype=torch.float32)
+    except Exception as error:  # which one it raises is its own affair
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+@pytest.mark.parametrize("name", ["7-experts-ep4", "7-experts-ep2-efsdp2"])
+def test_experts_that_do_not_divide_are_refused(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
+    """Of the reasons above, the one that can be shown without a hang."""
+    assert name in UNSUPPORTED
+    case, cell = CELLS[name]
+    ep_size = cell.sizes["ep_size"]
+    for said in run_ranks(refusal, cell.world_size, ep_size, load_reference(case, reference_root)):
+        assert said == f"ValueError: Cannot evenly shard 7 experts across {ep_size} expert-parallel ranks."
 
 
 def test_the_list_of_unsupported_cells_is_about_existing_cells() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +14,14 @@ from typer.testing import CliRunner
 import moesaic
 from moesaic import runtime
 from moesaic.cli import app
+from tests.unit.model_folders import write_model_folder
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A good recipe whose model is only a config: nothing here may load it."""
     model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    write_model_folder(model, {"model_type": "qwen3_moe", "num_experts": 8})
     (tmp_path / "train.jsonl").write_text("{}\n")
     path = tmp_path / "recipe.yaml"
     fields = {
@@ -75,6 +74,12 @@ def test_sizes_are_checked_for_the_processes_that_would_start(recipe: Path, monk
     assert run("train", recipe).exit_code == 2  # 1 process can't split experts over 2
 
 
+def test_a_size_problem_is_reported_with_the_others_where_the_ranks_are_only_the_default(recipe: Path) -> None:
+    result = run("train", recipe, "learning_rte=1")
+    assert result.exit_code == 2 and "2 problems" in result.stderr
+    assert "learning_rte" in result.stderr and "dist_config.ep_size" in result.stderr
+
+
 def test_train_starts_ranks_that_run_the_same_command(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[Any, ...]] = []
 
@@ -94,6 +99,14 @@ def test_nproc_is_refused_under_a_launcher(recipe: Path, monkeypatch: pytest.Mon
     result = run("train", recipe, "--nproc", 4)
     assert result.exit_code == 2 and "--nproc" in result.stderr
     assert run("train", recipe, "dp_size=2").exit_code == 2  # 4 ranks were started, the recipe wants 2
+    result = run("export", recipe.parent / "step-000001", recipe.parent / "out", "--nproc", 4)
+    assert result.exit_code == 2 and "--nproc" in result.stderr
+
+
+def test_export_refuses_what_is_no_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "launch", lambda *_: pytest.fail("nothing may start"))
+    result = run("export", recipe.parent / "step-000001", recipe.parent / "out", "--nproc", 4)
+    assert result.exit_code == 2 and "step-000001" in result.stderr
 
 
 def test_upcycle_reports_what_is_wrong(tmp_path: Path) -> None:

@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 
 from moesaic.config import ParallelSizes, Problem, Recipe, check_recipe, num_micro_batches, resolve_sizes
 from moesaic.config.parallel import ep_size_problem, is_legal_ep_size
+from tests.unit.model_folders import write_model_folder
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    write_config(tmp_path, {"model_type": "qwen3_moe", "num_experts": 9})
+    write_model_folder(tmp_path, {"model_type": "qwen3_moe", "num_experts": 9})
     return tmp_path
 
 
-def write_config(folder: Path, config: object) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def find(model: Path, fields: Mapping[str, object], world_size: int | None = None) -> dict[str, Problem]:
-    recipe = Recipe.model_validate({"model": str(model), "train_dataset": "some/dataset", **fields})
+    defaults = {"model": str(model), "train_dataset": "some/dataset", "output_dir": str(model / "run")}
+    recipe = Recipe.model_validate({**defaults, **fields})
     return {problem.field: problem for problem in check_recipe(recipe, world_size)}
 
 
@@ -109,7 +107,7 @@ def test_nine_experts_do_not_fill_four_ranks(model: Path) -> None:
         == "every rank needs an expert, and 9 experts in chunks of 3 fill only 3 of 4 ranks"
     )
     assert found["dist_config.ep_size"].remedy == "nearest legal: 3 or 5"
-    write_config(model, {"model_type": "qwen3_moe", "num_experts": 7})
+    write_model_folder(model, {"model_type": "qwen3_moe", "num_experts": 7})
     assert find(model, moesaic(ep_size=4), world_size=4) == {}
 
 
@@ -123,7 +121,7 @@ def test_legal_ep_sizes_are_those_that_leave_no_rank_empty(num_experts: int, ep_
 
 
 def test_families_without_a_spec(model: Path) -> None:
-    write_config(model, {"model_type": "llama"})
+    write_model_folder(model, {"model_type": "llama"})
     assert find(model, {}) == {}, "path A takes any model"
     found = find(model, moesaic())
     assert found.keys() == {"model"}
@@ -132,11 +130,11 @@ def test_families_without_a_spec(model: Path) -> None:
 
 
 def test_experts_may_be_counted_in_text_config(model: Path) -> None:
-    write_config(model, {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 9}})
+    write_model_folder(model, {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 9}})
     assert find(model, moesaic(ep_size=4)).keys() == {"dist_config.ep_size"}
-    write_config(model, {"model_type": "mixtral", "num_local_experts": 9})
+    write_model_folder(model, {"model_type": "mixtral", "num_local_experts": 9})
     assert find(model, moesaic(ep_size=4)).keys() == {"dist_config.ep_size"}
-    write_config(model, {"model_type": "qwen3_5_moe", "text_config": None})
+    write_model_folder(model, {"model_type": "qwen3_5_moe", "text_config": None})
     assert find(model, moesaic()).keys() == {"model"}
 
 
@@ -169,10 +167,73 @@ def test_a_model_that_is_not_there_says_how_to_get_it(tmp_path: Path) -> None:
         ({"train_dataset": "no/such.jsonl"}, "train_dataset"),
         ({"eval_dataset": {"path": "no/such.parquet"}}, "eval_dataset"),
         ({"resume_from_checkpoint": "no/such/folder"}, "resume_from_checkpoint"),
+        ({"attn_implementation": "flash_attn"}, "attn_implementation"),
+        ({"attn_implementation": "a/b/c"}, "attn_implementation"),
     ],
 )
 def test_fields_that_do_not_go_together(model: Path, fields: dict[str, object], field: str) -> None:
     assert find(model, fields).keys() == {field}
+
+
+@pytest.mark.parametrize(
+    "name", ["eager", "sdpa", "flash_attention_2", "flex_attention", "owner/kernel", "owner/kernel@v1:function"]
+)
+def test_attention_by_transformers_names_and_from_the_hub(model: Path, name: str) -> None:
+    assert find(model, {"attn_implementation": name}) == {}
+
+
+def test_files_that_a_model_lacks(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "tokenizer" in find(model, {})["model"].rule
+    (model / "spiece.model").touch()
+    assert find(model, {}) == {}
+    (model / "model.safetensors").unlink()
+    assert find(model, {})["model"].rule == "lacks model.safetensors or model.safetensors.index.json"
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "1.safetensors").touch()
+    assert find(model, {})["model"].rule == "lacks 2.safetensors"
+    (model / "model.safetensors.index.json").write_text("[]")
+    assert "readable" in find(model, {})["model"].rule
+
+
+@pytest.mark.parametrize("where", ["config", "text_config"])
+def test_the_routers_own_loss_is_not_dropped_silently(model: Path, where: str) -> None:
+    own = {"num_experts": 8, "output_router_logits": True}
+    write_model_folder(model, {"model_type": "qwen3_5_moe", **(own if where == "config" else {where: own})})
+    assert find(model, moesaic())["model"].rule.startswith("not yet: output_router_logits")
+
+
+def write_checkpoints(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / ".metadata").touch()
+
+
+def test_two_runs_never_mix_in_one_folder(model: Path) -> None:
+    run, other = model / "run", model / "other"
+    write_checkpoints(run, "step-000100", "step-000150", "step-000200")
+    write_checkpoints(other, "step-000300")
+    (run / "step-000250").mkdir()  # incomplete: it counts for nothing
+    assert "step-000200" in find(model, {})["output_dir"].rule
+    assert find(model, {"resume_from_checkpoint": "auto"}) == {}
+    assert find(model, {"resume_from_checkpoint": str(run / "step-000200")}) == {}
+    assert "step-000200 beyond" in find(model, {"resume_from_checkpoint": str(run / "step-000150")})["output_dir"].rule
+    assert "earlier run" in find(model, {"resume_from_checkpoint": str(other / "step-000300")})["output_dir"].rule
+    elsewhere = {"resume_from_checkpoint": str(run / "step-000150"), "output_dir": str(model / "new")}
+    assert find(model, elsewhere) == {}
+    assert list(find(model, {"resume_from_checkpoint": str(run / "step-000250")})) == ["resume_from_checkpoint"]
+    (model / "new" / "export").mkdir(parents=True)
+    for fields in (elsewhere, {**elsewhere, "resume_from_checkpoint": "auto"}):
+        problem = find(model, fields)["output_dir"]
+        assert "export" in problem.rule and "auto" not in problem.remedy
+
+
+def test_ranks_that_nobody_names_are_the_callers_default(model: Path) -> None:
+    recipe = Recipe.model_validate({"model": str(model), "train_dataset": "d", **moesaic(ep_size=2)})
+    assert [problem.field for problem in check_recipe(recipe, default_world_size=1)] == ["dist_config.ep_size"]
+    assert check_recipe(recipe, default_world_size=1, unread=frozenset({"dp_size"})) == []
+    assert check_recipe(recipe.model_copy(update={"dp_size": 2}), default_world_size=1) == []
 
 
 def test_resolved_sizes_follow_the_ranks_or_the_recipe() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moesaic.config import MoesaicConfig, Problem, Recipe, RecipeError, check_recipe, load_recipe
+from tests.unit.model_folders import write_model_folder
 
 Load = Callable[..., Recipe]
 
@@ -16,9 +16,9 @@ Load = Callable[..., Recipe]
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """Load a recipe's text, completed with a model of 16 experts and a dataset."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 16}))
+    write_model_folder(tmp_path, {"model_type": "qwen3_moe", "num_experts": 16})
     (tmp_path / "train.jsonl").touch()
-    base = f"model: {tmp_path}\ntrain_dataset: {tmp_path}/train.jsonl\n"
+    base = f"model: {tmp_path}\ntrain_dataset: {tmp_path}/train.jsonl\noutput_dir: {tmp_path}/run\n"
 
     def load_text(text: str, *overrides: str, world_size: int | None = None, base: str = base) -> Recipe:
         path = tmp_path / "recipe.yaml"
@@ -252,7 +252,7 @@ def test_a_bad_field_is_not_blamed_twice(load: Load) -> None:
 
 def test_a_key_given_twice_is_a_problem(load: Load) -> None:
     found = problems_of(load, "seed: 1\nseed: 2\noptim_config: {eps: 1, eps: 2}\n")
-    assert found["seed"].rule == "is given twice, the second time in line 4"
+    assert found["seed"].rule == "is given twice, the second time in line 5"
     assert found.keys() == {"seed", "eps"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from moesaic.config import (
 )
 from moesaic.config.fields import RecipeField, list_fields
 from moesaic.config.problem import show
+from tests.unit.model_folders import write_model_folder
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "recipe.md"
@@ -138,9 +138,10 @@ def test_kernel_names_split_at_commas() -> None:
 
 
 def test_a_dumped_recipe_loads_as_the_same(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    write_model_folder(tmp_path, {"model_type": "qwen3_moe", "num_experts": 8})
     recipe = build_recipe(
         model=str(tmp_path),
+        output_dir=str(tmp_path / "run"),
         learning_rate=1e-7,
         optim_config={"betas": [0.8, 0.9]},
         dist_config={"name": "moesaic", "ep_size": 4, "fsdp_ignored_modules": ["model.embed_tokens"]},
@@ -157,9 +158,10 @@ def test_the_list_of_shipped_recipes_is_complete() -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_load_and_check(path: Path, tmp_path: Path) -> None:
     world_size, config = SHIPPED[path.relative_to(ROOT / "recipes").as_posix()]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_model_folder(tmp_path, config)
     (tmp_path / "data.jsonl").touch()
     overrides = [f"model={tmp_path}", f"train_dataset.path={tmp_path}/data.jsonl", "resume_from_checkpoint="]
+    overrides.append(f"output_dir={tmp_path}/run")
     if "eval_dataset" in path.read_text():
         overrides.append(f"eval_dataset.path={tmp_path}/data.jsonl")
     recipe = load_recipe(path, overrides, world_size=world_size)

@@ -208,8 +208,9 @@ def test_labels_are_shifted_and_cut():
 
     cut, report = build_sft_dataset_from_rows([GOOD], tokenizer, positions[0] + 2)
     assert cut[0].input_ids == sample.input_ids[: positions[0] + 2]
+    assert memoryview(sample.input_ids).itemsize == memoryview(sample.labels).itemsize == 4  # a list takes 44 a token
     # one answer token is left as a target; the last position has no next token
-    assert cut[0].labels == [-100] * positions[0] + [answer[0], -100]
+    assert list(cut[0].labels) == [-100] * positions[0] + [answer[0], -100]
     assert report.num_truncated == 1
 
 

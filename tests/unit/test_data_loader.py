@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from moesaic.data import Batch, BatchLoader, EvalLoader, Sample
+from moesaic.train.losses import count_loss_tokens
 
 NUM_SAMPLES = 21
+CUTOFF_LEN = 8
 
 
 def build_dataset(num_samples: int = NUM_SAMPLES) -> list[Sample]:
@@ -28,7 +30,7 @@ def build_loader(**changes: Any) -> BatchLoader:
         "global_batch_size": 8,
         "dp_rank": 0,
         "dp_size": 1,
-        "cutoff_len": 8,
+        "cutoff_len": CUTOFF_LEN,
         "packing": False,
         "pad_token_id": 0,
         "seed": 7,
@@ -37,8 +39,16 @@ def build_loader(**changes: Any) -> BatchLoader:
 
 
 def contents(batches: Sequence[Batch]) -> list[tuple[int, ...]]:
-    """Sample ids of each row, padding aside."""
-    rows = [row for batch in batches for row in batch.input_ids.tolist()]
+    """Sample ids of each row, padding aside. Packed rows lie end to end, ``CUTOFF_LEN`` tokens each."""
+    rows = [
+        row
+        for batch in batches
+        for row in (
+            batch.input_ids.tolist()
+            if batch.attention_mask is not None
+            else batch.input_ids.view(-1, CUTOFF_LEN).tolist()
+        )
+    ]
     return [tuple(dict.fromkeys(token for token in row if token)) for row in rows]
 
 
@@ -62,7 +72,16 @@ def test_last_batch_is_filled_with_rows_without_loss():
     *_, last = islice(build_loader(), 3)
     assert len(last) == 4 and all(batch.input_ids.shape[0] == 2 for batch in last)
     assert sum(row == () for row in contents(last)) == 3 * 8 - NUM_SAMPLES
-    assert last[-1].num_loss_tokens == 0
+    assert int(count_loss_tokens(last[-1].labels)) == 0 and last[-1].document_lengths == ()
+
+
+def test_packed_micro_batches_are_one_row():
+    """In training and evaluation: flash attention finds packed documents in a batch of one row only."""
+    sizes: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "cutoff_len": 8, "packing": True, "pad_token_id": 0}
+    evaluation = EvalLoader(build_dataset(), micro_batch_size=4, **sizes)
+    training = build_loader(packing=True, micro_batch_size=4)
+    for batch in [*evaluation, *next(iter(training))]:
+        assert batch.input_ids.shape == batch.labels.shape == batch.position_ids.shape == (1, 4 * 8)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -152,7 +171,7 @@ def test_eval_reads_everything_once(packing, dp_size):
             micro_batch_size=2,
             dp_rank=rank,
             dp_size=dp_size,
-            cutoff_len=8,
+            cutoff_len=CUTOFF_LEN,
             packing=packing,
             pad_token_id=0,
         )
@@ -163,6 +182,6 @@ def test_eval_reads_everything_once(packing, dp_size):
         assert {len(batches) for batches in per_rank} == {len(ranks[0])}
         rows = [row for batches in per_rank for row in contents(batches)]
         assert Counter(index for row in rows for index in row) == Counter(range(1, NUM_SAMPLES + 1))
-        assert sum(batch.num_loss_tokens for batches in per_rank for batch in batches) == sum(
+        assert sum(int(count_loss_tokens(batch.labels)) for batches in per_rank for batch in batches) == sum(
             sample.num_loss_tokens for sample in build_dataset()
         )

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from moesaic.data import Batch, Sample, shift_labels
 from moesaic.data.packing import NUM_OPEN_ROWS, RowOptions, build_rows, collate, pack_rows
+from moesaic.train.losses import count_loss_tokens
 
 VOCABULARY = 64
 PAD = 0
@@ -87,10 +89,23 @@ def test_packed_batch():
     first, second = build_sample(3, 1), build_sample(2, 2)
     batch = collate([first, second], [(0, 1), ()], RowOptions(cutoff_len=8, packing=True, pad_token_id=PAD))
     assert batch.attention_mask is None
-    assert batch.input_ids.tolist() == [[*first.input_ids, *second.input_ids, 0, 0, 0], [0] * 8]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], list(range(8))]
-    assert batch.labels.tolist() == [[*first.labels, *second.labels, -100, -100, -100], [-100] * 8]
+    assert batch.input_ids.tolist() == [[*first.input_ids, *second.input_ids, 0, 0, 0] + [0] * 8]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2] + list(range(8))]
+    assert batch.labels.tolist() == [[*first.labels, *second.labels, -100, -100, -100] + [-100] * 8]
     assert batch.labels[0, 2] == -100  # the first document's last token doesn't predict the second's first
+    assert batch.document_lengths == (3, 2)  # neither the padding nor the row without documents
+
+
+@pytest.mark.parametrize("lengths", [[4, 1, 9, 9, 7], [16, 16], [3, 16]])
+def test_flash_attention_sees_packed_documents(lengths):
+    """transformers looks for restarting positions in a batch of one row only: elsewhere documents would mix."""
+    samples = [build_sample(length, seed) for seed, length in enumerate(lengths)]
+    rows = build_rows(samples, range(len(samples)), PACKED)
+    batch = collate(samples, rows, PACKED)
+    assert len(rows) == 2 and batch.input_ids.shape == (1, 32)
+    assert _is_packed_sequence(batch.position_ids, batch_size=batch.input_ids.shape[0])
+    starts = (batch.position_ids[0] == 0).nonzero().flatten().tolist()
+    assert starts[0] == 0 and 16 in starts  # each row starts a document, also after a row without padding
 
 
 def test_padded_batch():
@@ -101,7 +116,8 @@ def test_padded_batch():
     assert batch.input_ids.tolist() == [[*first.input_ids, 0], [*second.input_ids, 0, 0], [0] * 4]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
-    assert batch.num_loss_tokens == first.num_loss_tokens + second.num_loss_tokens
+    assert int(count_loss_tokens(batch.labels)) == first.num_loss_tokens + second.num_loss_tokens
+    assert batch.document_lengths == (3, 2)
     assert collate([first, second], [()], PADDED).input_ids.shape == (1, 1)
 
 
@@ -114,6 +130,7 @@ def test_model_inputs_have_no_labels():
 def test_moved_batch_is_equal():
     batch = collate([build_sample(3, 1)], [(0,)], PADDED)
     moved = batch.to("meta")
+    assert moved.document_lengths == batch.document_lengths == (3,)
     assert moved.labels.device.type == moved.attention_mask.device.type == "meta"  # type: ignore[union-attr]
     assert collate([build_sample(3, 1)], [(0,)], PACKED).to("meta").attention_mask is None
     assert torch.equal(batch.to("cpu").position_ids, batch.position_ids)
@@ -125,13 +142,13 @@ def test_packed_logits_equal_each_document_alone(model):
     rows = [(0, 1, 2), (3, 4)]
     logits = run(model, collate(samples, rows, PACKED))
     for number, row in enumerate(rows):
-        start = 0
+        start = number * PACKED.cutoff_len
         for index in row:
             ids = torch.tensor([samples[index].input_ids])
             with torch.no_grad():
                 alone = model(input_ids=ids, use_cache=False).logits[0]
             # fp32, other matmul shapes: rounding only
-            torch.testing.assert_close(logits[number, start : start + ids.shape[1]], alone, rtol=0, atol=1e-5)
+            torch.testing.assert_close(logits[0, start : start + ids.shape[1]], alone, rtol=0, atol=1e-5)
             start += ids.shape[1]
 
 
@@ -139,7 +156,7 @@ def test_packed_loss_equals_padded_loss(model):
     samples = [build_sample(length, seed) for seed, length in enumerate([4, 1, 9, 9, 7, 16, 3])]
     packed = collate(samples, build_rows(samples, range(7), PACKED), PACKED)
     padded = collate(samples, [*build_rows(samples, range(7), PADDED), ()], PADDED)
-    assert packed.num_loss_tokens == padded.num_loss_tokens > 0
+    assert int(count_loss_tokens(packed.labels)) == int(count_loss_tokens(padded.labels)) > 0
     # sum of 40 losses of about 4, fp32 logits
     assert summed_loss(model, packed) == pytest.approx(summed_loss(model, padded), rel=1e-6)
 

@@ -325,5 +325,5 @@ def test_weights_of_the_whole_model_with_its_vision_tower_load_into_the_text_mod
     report = load_weights(model, tmp_path, find_spec(model.config.model_type))
     assert_same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     assert report.ignored_keys and all(key.startswith("model.visual.") for key in report.ignored_keys)
-    export_hf(model, tmp_path / "text", find_spec(model.config.model_type))
+    export_hf(model, tmp_path / "text", spec=find_spec(model.config.model_type))
     assert_same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32))

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moesaic.data.batch import Batch
 from moesaic.specs import find_spec
-from moesaic.train.flops import flops_per_token, model_flops_per_token, num_active_params, peak_flops_per_s
-from moesaic.train.metrics import MetricsWriter, StepMetrics, count_tokens, memory_bytes
+from moesaic.train.flops import ModelFlops, build_model_flops, num_active_params, num_causal_pairs, peak_flops_per_s
+from moesaic.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 
 METRICS = StepMetrics(
     step=3,
@@ -36,7 +36,26 @@ METRICS = StepMetrics(
 
 
 def test_flops_formula_is_the_documented_example() -> None:
-    assert flops_per_token(10, num_layers=2, attention_size=4, seq_len=8) == 828
+    assert ModelFlops(per_token=60, per_pair=96).total(num_tokens=8, num_pairs=num_causal_pairs([8])) == 3936
+
+
+def test_attention_counts_documents_not_rows() -> None:
+    assert num_causal_pairs([3, 2]) == 6 + 3
+    assert num_causal_pairs([]) == 0  # a row that only fills up a batch
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    """torch counts whole squares of scores, causal or not: the same cost per pair, for n * n pairs."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(2, 64, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    ours = build_model_flops(model, None).total(num_tokens=2 * 64, num_pairs=2 * 64 * 64)
+    # the norms' weights are in N and no matrix product to torch; the rotary angles are one to torch
+    assert counter.get_total_flops() == pytest.approx(ours, rel=5e-3)
 
 
 def build_tiny_moe(tie: bool) -> Qwen3MoeForCausalLM:
@@ -56,7 +75,14 @@ def test_active_params_count_a_quarter_of_the_experts_and_the_head_once(tie: boo
     per_layer += 3 * 8 * 4  # one of four experts
     expected = 2 * per_layer + 8 + 16 * 8
     assert num_active_params(model, find_spec("qwen3_moe"), top_k=1) == expected
-    assert model_flops_per_token(model, find_spec("qwen3_moe"), seq_len=32) == 6 * expected + 12 * 2 * 8 * 32
+    assert build_model_flops(model, find_spec("qwen3_moe")) == ModelFlops(per_token=6 * expected, per_pair=12 * 2 * 8)
+
+
+def test_linear_attention_has_no_pairs() -> None:
+    model = build_tiny_moe(tie=False)
+    whole = build_model_flops(model, find_spec("qwen3_moe"))
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    assert build_model_flops(model, find_spec("qwen3_moe")) == replace(whole, per_pair=whole.per_pair / 2)
 
 
 def test_active_params_of_a_model_without_experts() -> None:
@@ -68,13 +94,6 @@ def test_peak_is_known_by_name_and_unknown_otherwise() -> None:
     assert peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
     assert peak_flops_per_s("Some Other Device") is None
     assert peak_flops_per_s(None) is None
-
-
-def test_padding_is_not_counted() -> None:
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    padded = Batch(input_ids=ids, labels=ids, position_ids=ids, attention_mask=torch.tensor([[1, 1, 1], [1, 0, 0]]))
-    assert count_tokens(padded) == 4
-    assert count_tokens(replace(padded, attention_mask=None)) == 6
 
 
 def test_memory_is_in_bytes() -> None:

@@ -5,6 +5,8 @@ Every check names the fields it reads, and runs unless one of them couldn't be r
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,17 @@ from moesaic.config.model_check import model_problems, packing_problems
 from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
 from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import DatasetConfig, Fsdp2Config, Recipe
+from moesaic.config.run_folder import run_folder_problems
 
 KERNEL_NAMES = ("auto", "flash-linear-attention")
 KERNELS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+# transformers' own; whether one is installed and fits the model shows when the model is built.
+ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+# owner/name, with @revision and :function where wanted.
+HUB_KERNEL = re.compile(r"[^/:@\s]+/[^/:@\s]+(?:@[^/:\s]+)?(?::[^/:\s]+)?")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+# What the number of ranks may follow from.
+WORLD_FIELDS = ("dp_size", "mp_shard_size", "mp_replicate_size", "cp_size", "tp_size")
 
 # Known fields of which only one value works so far.
 ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
@@ -48,13 +57,18 @@ class _Check:
 
 
 def check_recipe(
-    recipe: Recipe, world_size: int | None = None, *, unread: frozenset[str] = frozenset()
+    recipe: Recipe,
+    world_size: int | None = None,
+    *,
+    default_world_size: int | None = None,
+    unread: frozenset[str] = frozenset(),
 ) -> list[Problem]:
     """All problems of a recipe whose values have the right types.
 
     Args:
         world_size: ranks of the run. None: as many as ``dp_size``, else ``mp_shard_size``, implies; without these,
             checks that need the number are left out.
+        default_world_size: ranks where neither ``world_size`` nor the recipe says it.
         unread: dotted names of fields or sections that hold only a default because they couldn't be read.
     """
     if world_size is not None and world_size < 1:
@@ -62,7 +76,10 @@ def check_recipe(
             field="world_size", value=world_size, rule="a run has at least 1 rank", remedy="give 1 or more"
         )
         return [problem, *check_recipe(recipe, None, unread=unread)]
-    case = _Case(recipe=recipe, world_size=world_size or _implied_world_size(recipe, unread))
+    world_size = world_size or _implied_world_size(recipe, unread)
+    if world_size is None and not _is_unread(WORLD_FIELDS, unread):  # an unread field might have said it
+        world_size = default_world_size
+    case = _Case(recipe=recipe, world_size=world_size)
     return [problem for check in CHECKS if not _is_unread(check.needs, unread) for problem in check.find(case)]
 
 
@@ -140,6 +157,15 @@ def _kernel_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field="kernel_config.name", value=config.name, rule="names nothing", remedy=remedy)
 
 
+def _attention_problems(case: _Case) -> Iterable[Problem]:
+    name = case.recipe.attn_implementation
+    if name is not None and name not in ATTENTIONS and not HUB_KERNEL.fullmatch(name):
+        rule = f"is none of {', '.join(ATTENTIONS)}, and no kernel of the Hub (owner/name)"
+        close = difflib.get_close_matches(name, ATTENTIONS, n=1)
+        remedy = f"did you mean {close[0]}?" if close else "name one of these, or remove it for transformers' choice"
+        yield Problem(field="attn_implementation", value=name, rule=rule, remedy=remedy)
+
+
 def _dtype_problems(case: _Case) -> Iterable[Problem]:
     if case.recipe.storage_dtype == "bf16" and case.recipe.compute_dtype == "fp32":
         yield Problem(
@@ -175,13 +201,6 @@ def _missing_file(field: str, dataset: DatasetConfig | None) -> Iterable[Problem
     if dataset is not None and dataset.path.endswith(DATA_SUFFIXES) and not Path(dataset.path).is_file():
         rule = f"no such file (seen from {Path.cwd()})"
         yield Problem(field=field, value=dataset.path, rule=rule, remedy="correct the path, or make the file first")
-
-
-def _resume_problems(case: _Case) -> Iterable[Problem]:
-    folder = case.recipe.resume_from_checkpoint
-    if folder not in (None, "auto") and not Path(folder).is_dir():
-        rule, remedy = f"no such folder (seen from {Path.cwd()})", "name a checkpoint's folder, or write auto"
-        yield Problem(field="resume_from_checkpoint", value=folder, rule=rule, remedy=remedy)
 
 
 def _dp_problems(case: _Case) -> Iterable[Problem]:
@@ -267,7 +286,8 @@ CHECKS: tuple[_Check, ...] = (
         ),
         find=_schedule_problems,
     ),
-    _Check(needs=("resume_from_checkpoint",), find=_resume_problems),
+    _Check(needs=("resume_from_checkpoint", "output_dir"), find=lambda case: run_folder_problems(case.recipe)),
+    _Check(needs=("attn_implementation",), find=_attention_problems),
     _Check(needs=("dp_size", "cp_size", "tp_size"), find=_dp_problems),
     _Check(needs=("mp_shard_size", "mp_replicate_size", "tp_size"), find=_mp_shard_problems),
     _Check(needs=("cp_size", "tp_size", "mp_replicate_size"), find=_dense_problems),

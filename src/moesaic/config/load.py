@@ -15,7 +15,13 @@ from moesaic.config.problem import Problem, RecipeError, show
 from moesaic.config.recipe import SHORTHAND_SECTIONS, Recipe
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Recipe:
+def load_recipe(
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    default_world_size: int | None = None,
+) -> Recipe:
     """Read a recipe, apply the overrides, check everything that can be checked without starting a process.
 
     Args:
@@ -24,6 +30,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, world_size: 
             ``dist_config={name: fsdp2}``.
         world_size: ranks of the run. None: what needs it is checked only as far as ``dp_size`` or ``mp_shard_size``
             imply it; call ``check_recipe`` once it is known.
+        default_world_size: ranks where neither ``world_size`` nor the recipe says it.
 
     Raises:
         RecipeError: all problems: of the file, of types and names, of sizes, of the model's experts.
@@ -34,7 +41,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), *, world_size: 
     for override in overrides:
         problems += _apply_override(data, override)
     recipe, more_problems, unread = parse_recipe(data)
-    problems += more_problems + check_recipe(recipe, world_size, unread=unread)
+    problems += more_problems
+    problems += check_recipe(recipe, world_size, default_world_size=default_world_size, unread=unread)
     if problems:
         raise RecipeError(problems, source=str(path))
     return recipe

@@ -1,4 +1,4 @@
-"""What a recipe asks of its model's folder: a known family, and experts that its ``ep_size`` can split. Torch-free."""
+"""What a recipe asks of its model's folder: its files, a known family, experts that ``ep_size`` splits. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import Fsdp2Config, Recipe
 from moesaic.specs import ModelSpec, registered_specs
 
+# What weights are read from: one file, or the files that an index names.
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# A tokenizer has at least one of these.
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
 
 def model_problems(recipe: Recipe) -> Iterable[Problem]:
     """Problems of ``model``, and on path B of its experts. Path A (``fsdp2``) takes any model."""
@@ -19,6 +25,15 @@ def model_problems(recipe: Recipe) -> Iterable[Problem]:
     if isinstance(config, Problem):
         yield config
         return
+    yield from _file_problems(Path(recipe.model))
+    if any(part.get("output_router_logits") is True for part in _parts(config)):
+        yield Problem(
+            field="model",
+            value=recipe.model,
+            rule="not yet: output_router_logits of its config.json asks for the router's auxiliary loss, which "
+            "would be left out",
+            remedy="set output_router_logits to false in that config.json to train without it",
+        )
     if isinstance(recipe.dist_config, Fsdp2Config):
         return
     model_type = config.get("model_type")
@@ -69,6 +84,31 @@ def _read_config(folder: Path) -> Mapping[str, Any] | Problem:
             field="model", value=str(folder), rule=f"{path} holds no object", remedy="download the model again"
         )
     return config
+
+
+def _file_problems(folder: Path) -> Iterable[Problem]:
+    """Weights and tokenizer, as far as their files' names show."""
+    lost: list[str] = []
+    if not (folder / SINGLE_FILE).is_file():
+        lost = _missing_shards(folder / INDEX_FILE)
+    if lost:
+        rule = f"lacks {', '.join(lost[:3])}{f' and {len(lost) - 3} more files' if len(lost) > 3 else ''}"
+        remedy = "download the model again; other formats: convert them with transformers' save_pretrained"
+        yield Problem(field="model", value=str(folder), rule=rule, remedy=remedy)
+    if not any(path.is_file() for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
+        rule, remedy = "has no tokenizer: none of " + ", ".join(TOKENIZER_FILES), "copy the tokenizer's files there"
+        yield Problem(field="model", value=str(folder), rule=rule, remedy=remedy)
+
+
+def _missing_shards(index: Path) -> list[str]:
+    """The files that an index names and that aren't there, or that there is no index."""
+    if not index.is_file():
+        return [f"{SINGLE_FILE} or {INDEX_FILE}"]
+    try:
+        names = dict.fromkeys(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"a readable {INDEX_FILE} ({type(error).__name__}: {error})"]
+    return [str(name) for name in names if not (index.parent / str(name)).is_file()]
 
 
 def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moesaic.config.problem import Problem, RecipeError
+from moesaic.config.problem import Problem
 from moesaic.config.recipe import Recipe
 
 EXPORT = "export"
@@ -39,14 +39,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def choose_checkpoint(recipe: Recipe) -> Path | None:
-    """The checkpoint to go on from, or None for a run from the start.
-
-    Raises:
-        RecipeError: see ``run_folder_problems``.
-    """
-    problems = run_folder_problems(recipe)
-    if problems:
-        raise RecipeError(problems)
+    """The checkpoint to go on from, or None for a run from the start; where ``run_folder_problems`` finds nothing."""
     if recipe.resume_from_checkpoint == "auto":
         return find_latest(Path(recipe.output_dir))
     return None if recipe.resume_from_checkpoint is None else Path(recipe.resume_from_checkpoint)
@@ -55,21 +48,22 @@ def choose_checkpoint(recipe: Recipe) -> Path | None:
 def run_folder_problems(recipe: Recipe) -> list[Problem]:
     """What is in the way in ``output_dir``, or wrong with the checkpoint: two runs never mix in one folder.
 
-    A run from the start, or one that goes on from another folder's checkpoint, needs an ``output_dir`` without
-    checkpoints and export. One that goes on from ``output_dir``'s own needs that no later one is there: it would be
-    taken for the newest of the new run. Example: with step-000100, -000150 and -000200 there, resuming from
-    step-000150 is refused for step-000200.
+    A run from the start (``auto`` with nothing to go on from is one), or one that goes on from another folder's
+    checkpoint, needs an ``output_dir`` without checkpoints and export. One that goes on from ``output_dir``'s own needs
+    that no later one is there: it would be taken for the newest of the new run. Example: with step-000100, -000150 and
+    -000200 there, resuming from step-000150 is refused for step-000200.
     """
-    if recipe.resume_from_checkpoint == "auto":
-        return []
     folder = Path(recipe.output_dir)
-    if recipe.resume_from_checkpoint is None:
-        remedy = "go on from it with resume_from_checkpoint: auto, remove it, or choose another output_dir"
-        return _earlier_run(recipe, remedy)
+    if recipe.resume_from_checkpoint in (None, "auto"):
+        has_checkpoint = find_latest(folder) is not None
+        if has_checkpoint and recipe.resume_from_checkpoint == "auto":
+            return []
+        remedy = "go on from it with resume_from_checkpoint: auto, " if has_checkpoint else ""
+        return _earlier_run(recipe, f"{remedy}remove it, or choose another output_dir")
     checkpoint = Path(recipe.resume_from_checkpoint)
     if not is_complete(checkpoint):
-        is_there = checkpoint.is_dir()
-        rule = "is no complete checkpoint: no .metadata in it" if is_there else f"no such folder (seen from {Path.cwd()})"
+        missing = f"no such folder (seen from {Path.cwd()})"
+        rule = "is no complete checkpoint: no .metadata in it" if checkpoint.is_dir() else missing
         remedy = "name a checkpoint's folder, or write auto"
         return [Problem(field="resume_from_checkpoint", value=str(checkpoint), rule=rule, remedy=remedy)]
     if checkpoint.resolve().parent != folder.resolve():

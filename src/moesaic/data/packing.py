@@ -114,9 +114,9 @@ def build_rows(samples: SampleSource, order: Sequence[int], options: RowOptions)
 
 
 def collate(samples: SampleSource, rows: Sequence[Row], options: RowOptions) -> Batch:
-    """One micro-batch: unpacked [len(rows), S], S the longest row's length; packed [1, len(rows) * S], S ``cutoff_len``.
+    """One micro-batch of rows of S tokens: unpacked [len(rows), S], packed [1, len(rows) * S].
 
-    S is rounded up to ``pad_to_multiple_of``.
+    S is the longest row's length, or ``cutoff_len`` where packed; rounded up to ``pad_to_multiple_of``.
     """
     longest = max((len(samples[index]) for row in rows for index in row), default=1)
     row_len = _round_up(options.cutoff_len if options.packing else longest, options.pad_to_multiple_of)

@@ -5,9 +5,9 @@ FLOPs of T tokens, forward and backward:  ``6 N T + 12 L A P``
     L  layers with softmax attention;  A  attention width, heads * head size
     P  (query, key) pairs of causal attention: n (n + 1) / 2 for a document of n tokens, summed over the documents
 
-Source: PaLM, arXiv 2204.02311, appendix B, ``6 N + 12 L A S`` per token. PaLM lets every token of a sequence of S attend
-to all S; here a token counts the positions that it may see in its own document, so that for one document the second
-term is about half of PaLM's. Padding counts nothing, neither in T nor in P.
+Source: PaLM, arXiv 2204.02311, appendix B: ``6 N + 12 L A S`` per token, where each token of a sequence of S meets all
+S. Here a token meets what causal attention lets it see of its own document, so that the second term is half of PaLM's
+for one document, and less for several. Padding counts nothing, neither in T nor in P.
 
 Recomputation under activation checkpointing is no useful work and isn't counted. P is an upper bound where a layer has
 a sliding window shorter than the documents; of a linear-attention layer only the parameters count.

@@ -19,7 +19,7 @@ from moesaic.runtime import shutdown
 from moesaic.train.evaluate import evaluate
 from moesaic.train.flops import build_model_flops
 from moesaic.train.metrics import Meter, MetricsWriter
-from moesaic.train.setup import DTYPES, Run, build_model, build_run, spec_of, start
+from moesaic.train.setup import DTYPES, Run, build_run, build_unloaded_model, spec_of, start
 from moesaic.train.step import StepResult, train_step
 from moesaic.train.warm_up import warm_up_collectives
 from moesaic.weights.export import export_hf
@@ -33,8 +33,8 @@ def train(recipe: Recipe) -> None:
     """Run a recipe to its end. Every rank must call it, after the recipe was checked for the number of ranks.
 
     The run's folder then holds ``recipe.yaml``, ``meshes.txt``, ``environment.json``, ``metrics.jsonl``,
-    ``tensorboard/``, the checkpoints ``step-NNNNNN/`` and ``export/``: the trained model as Hugging Face safetensors,
-    with its tokenizer.
+    ``data_report.jsonl`` (samples left out), ``tensorboard/``, the checkpoints ``step-NNNNNN/`` and ``export/``: the
+    trained model as Hugging Face safetensors, with its tokenizer.
 
     Raises:
         NonFiniteError: at once, on all ranks, without saving: the newest checkpoint is the last good one.
@@ -55,6 +55,8 @@ def train(recipe: Recipe) -> None:
 def export_checkpoint(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint's weights as Hugging Face safetensors, with the tokenizer. Every rank must call it.
 
+    Of ``recipe.model`` only the config and the tokenizer are read, none of the weights that training began with.
+
     Args:
         recipe: the saved run's; its topology is not used: weights are cut anew over the ranks there are.
     """
@@ -63,7 +65,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     dist_config = recipe.dist_config if is_path_a else MoesaicConfig(name="moesaic")
     recipe = recipe.model_copy(update={**sizes, "dist_config": dist_config})
     meshes = start(recipe)
-    model = build_model(recipe, meshes)
+    model = build_unloaded_model(recipe, meshes)
     load_model(checkpoint, model)
     _export(model, recipe, folder)
     shutdown()
@@ -71,7 +73,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
 
 def _export(model: PreTrainedModel, recipe: Recipe, folder: Path) -> None:
     """In the computing type: exactly the weights that the forward pass used."""
-    export_hf(model, folder, spec_of(model), dtype=DTYPES[recipe.compute_dtype], tokenizer_folder=recipe.model)
+    export_hf(model, folder, dtype=DTYPES[recipe.compute_dtype], tokenizer_folder=recipe.model)
 
 
 @contextmanager

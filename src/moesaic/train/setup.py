@@ -17,12 +17,14 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from moesaic import __version__
 from moesaic.checkpoint import TrainState, load_checkpoint, refuse_strided
-from moesaic.config import DatasetConfig, Fsdp2Config, Recipe, RecipeError, num_micro_batches, save_recipe
-from moesaic.config.run_folder import choose_checkpoint
+from moesaic.config import DatasetConfig, Fsdp2Config, Problem, Recipe, RecipeError, num_micro_batches, save_recipe
+from moesaic.config.run_folder import choose_checkpoint, run_folder_problems
 from moesaic.data import BatchLoader, DataReport, EvalLoader, SftDataset, build_sft_dataset, choose_pad_token_id
 from moesaic.kernels import find_bound_kernels, select_kernels
 from moesaic.meshes import Meshes, build_meshes
-from moesaic.parallel.apply import ParallelOptions, from_pretrained
+from moesaic.model.buffers import materialize
+from moesaic.model.build import build_on_meta
+from moesaic.parallel.apply import ParallelOptions, from_pretrained, parallelize
 from moesaic.runtime import device_type, init_process_group, seed_all, use_determinism
 from moesaic.specs import ModelSpec, registered_specs
 from moesaic.train.optim import build_optimizer, build_scheduler
@@ -74,6 +76,7 @@ def build_run(recipe: Recipe) -> Run:
     checkpoint = _agree_on_checkpoint(recipe)
     save_run_facts(recipe, meshes)
     data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
+    save_data_report(recipe, data)
     model = build_model(recipe, meshes)
     _refuse_packing(recipe, model)
     save_kernel_facts(recipe, model)
@@ -152,8 +155,32 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
 
 def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
     """The model of the recipe, sharded and loaded. Every rank must call it."""
+    return from_pretrained(
+        recipe.model,
+        meshes,
+        options=parallel_options(recipe),
+        attn_implementation=recipe.attn_implementation,
+        kernels=select_kernels(recipe.kernel_config, device_type=meshes.dense.device_type),
+    )
+
+
+def build_unloaded_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
+    """The model of the recipe, sharded, with storage and no values, for weights from elsewhere (``load_model``).
+
+    Of ``recipe.model`` only ``config.json`` is read. Kernels and attention are torch's: nothing is trained with it.
+    Every rank must call it.
+    """
+    options = parallel_options(recipe)
+    model = build_on_meta(recipe.model, attn_implementation=None, dtype=options.storage_dtype)
+    parallelize(model, meshes, spec_of(model), options)
+    materialize(model, meshes.dense.device_type)
+    return model
+
+
+def parallel_options(recipe: Recipe) -> ParallelOptions:
+    """How the recipe's model is parallelized, beside the meshes."""
     path_b = None if isinstance(recipe.dist_config, Fsdp2Config) else recipe.dist_config
-    options = ParallelOptions(
+    return ParallelOptions(
         expert_parallel=path_b is not None,
         ep_dispatcher="eager" if path_b is None else path_b.ep_dispatcher,
         storage_dtype=DTYPES[recipe.storage_dtype],
@@ -161,13 +188,6 @@ def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
         reshard_after_forward=recipe.reshard_after_forward,
         activation_checkpointing=recipe.activation_checkpointing,
         fsdp_ignored_modules=() if path_b is None else path_b.fsdp_ignored_modules,
-    )
-    return from_pretrained(
-        recipe.model,
-        meshes,
-        options=options,
-        attn_implementation=recipe.attn_implementation,
-        kernels=select_kernels(recipe.kernel_config, device_type=meshes.dense.device_type),
     )
 
 
@@ -177,12 +197,16 @@ def spec_of(model: PreTrainedModel) -> ModelSpec | None:
 
 
 def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
-    """On rank 0, write what the run is into its folder: ``recipe.yaml``, ``meshes.txt``, ``environment.json``."""
+    """On rank 0, write what the run is into its folder: ``recipe.yaml``, ``meshes.txt``, ``environment.json``.
+
+    The model's path is written as an absolute one: an export may be made from another working directory.
+    """
     if dist.get_rank() != 0:
         return
     folder = Path(recipe.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    save_recipe(recipe, folder / "recipe.yaml")
+    absolute = recipe.model_copy(update={"model": str(Path(recipe.model).absolute())})
+    save_recipe(absolute, folder / "recipe.yaml")
     (folder / "meshes.txt").write_text(meshes.table() + "\n", encoding="utf-8")
     kind = device_type()
     facts = {
@@ -196,6 +220,19 @@ def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
     (folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
+def save_data_report(recipe: Recipe, data: RunData) -> None:
+    """On rank 0, name every sample that is left out in ``data_report.jsonl``, a line each; logs name only the first."""
+    if dist.get_rank() != 0:
+        return
+    lines = [
+        json.dumps({"dataset": dataset, "source": report.source, "index": bad.index, "reason": bad.reason})
+        for dataset, report in zip(("train_dataset", "eval_dataset"), data.reports, strict=False)
+        for bad in report.bad
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    (Path(recipe.output_dir) / "data_report.jsonl").write_text(text, encoding="utf-8")
+
+
 def save_kernel_facts(recipe: Recipe, model: PreTrainedModel) -> None:
     """Add to ``environment.json`` which implementation each operator of ``model`` runs. By rank 0."""
     if dist.get_rank() != 0:
@@ -206,17 +243,16 @@ def save_kernel_facts(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def _agree_on_checkpoint(recipe: Recipe) -> Path | None:
-    """``choose_checkpoint`` as rank 0 sees the folder: a file system may show the others an older state of it."""
-    found: list[Path | RecipeError | None] = [None]
+    """The checkpoint to go on from as rank 0 sees the folder: a file system may show others an older state of it."""
+    found: list[tuple[list[Problem], Path | None]] = [([], None)]
     if dist.get_rank() == 0:
-        try:
-            found[0] = choose_checkpoint(recipe)
-        except RecipeError as error:
-            found[0] = error
+        problems = run_folder_problems(recipe)
+        found = [(problems, None if problems else choose_checkpoint(recipe))]
     dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], RecipeError):
-        raise found[0]
-    return found[0]
+    problems, checkpoint = found[0]
+    if problems:
+        raise RecipeError(problems)
+    return checkpoint
 
 
 def _refuse_packing(recipe: Recipe, model: PreTrainedModel) -> None:

@@ -27,6 +27,7 @@ from moesaic.ops.placements import local_shape
 from moesaic.specs import ModelSpec
 from moesaic.weights.agree import find_mesh, raise_together, state_tensors
 from moesaic.weights.export_plan import ExportPlan, FilePlan, Share, build_shares, plan_export
+from moesaic.weights.family import require_spec
 from moesaic.weights.keys import HubTensor
 
 SAFETENSORS_DTYPES = {
@@ -47,8 +48,8 @@ SAFETENSORS_DTYPES = {
 def export_hf(
     model: PreTrainedModel,
     folder: str | Path,
-    spec: ModelSpec | None,
     *,
+    spec: ModelSpec | None = None,
     max_shard_gib: float = 4.0,
     dtype: torch.dtype | None = None,
     tokenizer_folder: str | Path | None = None,
@@ -60,13 +61,14 @@ def export_hf(
     model without DTensors is written by the calling process alone: call on one rank.
 
     Args:
-        spec: how the Hub names and stores experts; ``None``: every tensor under the module's own name.
+        spec: how the Hub names and stores experts; default: the registered one of the config's ``model_type``. A model
+            without stacked experts needs none: every tensor is written under the module's own name.
         max_shard_gib: limit of a file, unless one tensor is larger; files may be smaller.
         dtype: cast floating-point weights to it (what the family keeps in fp32 stays); default: as they are.
         tokenizer_folder: copy the tokenizer's files from there.
 
     Raises:
-        ValueError: ``folder`` isn't empty; before anything is sent.
+        ValueError: ``folder`` isn't empty, or the family has stacked experts and no spec; before anything is sent.
         RuntimeError: another rank failed; nothing was renamed.
     """
     folder = Path(folder)
@@ -78,6 +80,7 @@ def export_hf(
         raise ValueError(
             f"max_shard_gib={max_shard_gib} must be above 0; give the size of a file in GiB, for example 4.0."
         )
+    spec = require_spec(model, spec)
     left_out = set(model._keys_to_ignore_on_save or ())
     state = {name: tensor for name, tensor in state_tensors(model).items() if name not in left_out}
     mesh = find_mesh(state.values())

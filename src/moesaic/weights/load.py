@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from moesaic.ops.placements import Block, local_blocks, local_shape
 from moesaic.specs import ModelSpec
 from moesaic.weights.agree import find_mesh, raise_together, state_tensors, tied_names
+from moesaic.weights.family import choose_spec
 from moesaic.weights.keys import HubTensor, Read, find_hub_tensors, hub_tensors, plan_reads
 
 SINGLE_FILE = "model.safetensors"
@@ -53,7 +54,7 @@ class FileTensor:
 
 
 @torch.no_grad()
-def load_weights(model: PreTrainedModel, folder: str | Path, spec: ModelSpec | None) -> LoadReport:
+def load_weights(model: PreTrainedModel, folder: str | Path, spec: ModelSpec | None = None) -> LoadReport:
     """Fill the parameters and persistent buffers of ``model``, in place, from the safetensors of ``folder``.
 
     Values are cast to each parameter's dtype. Parameters may be plain tensors or DTensors with any number of sharded
@@ -61,7 +62,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path, spec: ModelSpec | N
     the end: where the model has DTensors, every rank of their meshes must call.
 
     Args:
-        spec: how the Hub names and stores experts; ``None``: every tensor is there under the module's own name.
+        spec: how the Hub names and stores experts; default: the registered one of the config's ``model_type``. Without
+            either, every tensor must be there under the module's own name.
 
     Raises:
         ValueError: no safetensors in ``folder``; or keys that are missing, mis-shaped, of a dtype that can't be cast,
@@ -72,7 +74,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path, spec: ModelSpec | N
     error: Exception | None = None
     report: LoadReport | None = None
     try:
-        report = _load(model, state, Path(folder), spec)
+        report = _load(model, state, Path(folder), choose_spec(model, spec))
     except Exception as problem:  # not swallowed: raised below, when the other ranks know of it
         error = problem
     raise_together(error, find_mesh(state.values()), f"loading {folder}")
@@ -123,7 +125,7 @@ def _load(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, 
             if not all(part.key in headers for part in tiling):
                 tiling = find_hub_tensors(alias, tensor.shape, spec, headers)
         tilings[name] = tiling
-    ignored = _check(model, folder, state, tilings, headers, aliases)
+    ignored = _check(model, folder, state, tilings, headers, aliases, _remedy(model, spec))
     blocks = {name: _blocks(name, tensor) for name, tensor in state.items()}
     fill = [
         (name, read) for name, held in blocks.items() for block in held for read in plan_reads(tilings[name], block)
@@ -148,8 +150,9 @@ def _check(
     tilings: Mapping[str, Sequence[HubTensor]],
     headers: Mapping[str, FileTensor],
     aliases: Mapping[str, Sequence[str]],
+    remedy: str,
 ) -> tuple[str, ...]:
-    """The keys that may be ignored.
+    """The keys that may be ignored. ``remedy`` ends the error's message.
 
     Raises:
         ValueError: all that is wrong.
@@ -179,11 +182,19 @@ def _check(
     if problems:
         raise ValueError(
             f"model={str(folder)!r} doesn't fit {type(model).__name__}; every weight must be there once, in the "
-            f"right shape, and be used. {len(problems)} problems:\n  "
-            + "\n  ".join(problems)
-            + "\nGive the folder that belongs to this config.json, or correct the family's ModelSpec."
+            f"right shape, and be used. {len(problems)} problems:\n  " + "\n  ".join(problems) + f"\n{remedy}"
         )
     return tuple(unused)
+
+
+def _remedy(model: PreTrainedModel, spec: ModelSpec | None) -> str:
+    if spec is not None:
+        return f"Give the folder that belongs to this config.json, or correct the family's ModelSpec ({spec.name})."
+    return (
+        f"model_type={model.config.model_type!r} has no spec, so each tensor was looked for under the module's own "
+        "name. Where the files store experts one by one, or under other names, describe the family with "
+        "moesaic.register_spec(ModelSpec(...)); else give the folder that belongs to this config.json."
+    )
 
 
 def _ignorable_pattern(model: PreTrainedModel) -> re.Pattern[str] | None:
