@@ -81,8 +81,12 @@ def build_batch(documents: list[Sample], layout: str) -> Batch:
         ids = [token for document in documents for token in document.input_ids]
         labels = [label for document in documents for label in document.labels]
         positions = [t for document in documents for t in range(len(document))]
+        loss_positions = [t for t, label in enumerate(labels) if label != IGNORE_INDEX] or [0]
         return Batch(
-            input_ids=torch.tensor([ids]), labels=torch.tensor([labels]), position_ids=torch.tensor([positions])
+            input_ids=torch.tensor([ids]),
+            labels=torch.tensor([labels]),
+            position_ids=torch.tensor([positions]),
+            loss_positions=torch.tensor(loss_positions),
         )
     width = max(map(len, documents))
     return Batch(

@@ -37,7 +37,7 @@ def gradients(model: Any, batches: list[Any], scale: float) -> dict[str, torch.T
     num_tokens = torch.stack([(batch.labels != -100).sum() for batch in batches]).sum()
     dist.all_reduce(num_tokens)
     for batch in batches:
-        (token_loss_sum(model(**batch.model_inputs()).logits, batch.labels) / num_tokens * scale).backward()
+        (token_loss_sum(model(**batch.model_inputs()).logits, batch.kept_labels) / num_tokens * scale).backward()
     return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 

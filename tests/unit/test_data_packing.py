@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from moesaic.data import Batch, Sample, shift_labels
+from moesaic.data.batch import find_loss_positions
 from moesaic.data.packing import NUM_OPEN_ROWS, RowOptions, build_rows, collate, pack_rows
-from moesaic.train.losses import count_loss_tokens
+from moesaic.train.losses import count_loss_tokens, token_loss_sum
 
 VOCABULARY = 64
 PAD = 0
@@ -44,8 +46,9 @@ def model() -> Qwen3MoeForCausalLM:
 
 
 def run(model: Qwen3MoeForCausalLM, batch: Batch) -> torch.Tensor:
+    """Logits at every position."""
     with torch.no_grad():
-        return model(**batch.model_inputs()).logits
+        return model(**replace(batch, loss_positions=None).model_inputs()).logits
 
 
 def summed_loss(model: Qwen3MoeForCausalLM, batch: Batch) -> float:
@@ -123,7 +126,7 @@ def test_padded_batch():
 
 def test_model_inputs_have_no_labels():
     inputs = collate([build_sample(3, 1)], [(0,)], PADDED).model_inputs()
-    assert set(inputs) == {"input_ids", "position_ids", "attention_mask", "use_cache"}
+    assert set(inputs) == {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
     assert inputs["use_cache"] is False
 
 
@@ -170,3 +173,29 @@ def test_empty_rows_are_valid_input(model):
 def test_too_long_document_is_an_error():
     with pytest.raises(ValueError, match="sample 1 has 17 tokens.*cutoff_len=16"):
         build_rows([build_sample(3, 0), build_sample(17, 1)], range(2), PACKED)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_logits_at_loss_positions_alone_give_the_same_loss_and_gradients(packing: bool) -> None:
+    """What the loader's batches leave out (prompts, padding) carries no loss."""
+    torch.manual_seed(0)
+    documents = [Sample(input_ids=[5, 6, 7, 8], labels=[-100, 7, 8, -100]), Sample(input_ids=[9, 5], labels=[5, -100])]
+    options = RowOptions(cutoff_len=8, packing=packing, pad_token_id=0)
+    batch = collate(documents, build_rows(documents, [0, 1], options), options)
+    assert batch.loss_positions is not None and batch.loss_positions.numel() < batch.labels.size(1)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=10
+    )
+    model = LlamaForCausalLM(config)
+    grads = []
+    for variant in (batch, replace(batch, loss_positions=None)):
+        loss = token_loss_sum(model(**variant.model_inputs()).logits, variant.kept_labels)
+        loss.backward()
+        grads.append({name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None})
+        model.zero_grad()
+    for name, grad in grads[1].items():
+        torch.testing.assert_close(grads[0][name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_batch_without_loss_keeps_one_position() -> None:
+    assert find_loss_positions(torch.full((2, 3), -100)).tolist() == [0]

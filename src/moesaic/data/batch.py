@@ -45,6 +45,12 @@ class Sample:
         return sum(label != IGNORE_INDEX for label in self.labels)
 
 
+def find_loss_positions(labels: Tensor) -> Tensor:
+    """Positions in which some row of ``labels`` [B, S] has a label: [n] int64; one where a batch has no loss at all."""
+    positions = (labels != IGNORE_INDEX).any(dim=0).nonzero().flatten()
+    return positions if positions.numel() else positions.new_zeros(1)
+
+
 def shift_labels(input_ids: Sequence[int], trained: Sequence[bool]) -> list[int]:
     """Targets of one document: ``labels[t] = input_ids[t + 1]`` where token t + 1 is trained, else -100.
 
@@ -65,6 +71,8 @@ class Batch:
         position_ids: [B, S]; restart at 0 with each document of a row.
         attention_mask: [B, S], 1 = real, 0 = padding; None where there is none: packed, ``position_ids`` tell documents
             apart, and B is 1, as flash attention in transformers looks for packed documents only in a single row.
+        loss_positions: [n], the positions in which some row has a label: logits are computed there alone, and not for
+            prompts and padding. None: everywhere.
         document_lengths: tokens of each document, padding left out; stays on the host. For measuring only: None where
             nobody will ask. Tensors don't tell it: packed padding looks like one more document.
     """
@@ -73,6 +81,7 @@ class Batch:
     labels: Tensor
     position_ids: Tensor
     attention_mask: Tensor | None = None
+    loss_positions: Tensor | None = None
     document_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -80,15 +89,21 @@ class Batch:
         assert len(shape) == 2 and self.labels.shape == shape and self.position_ids.shape == shape, shape
         assert self.attention_mask is None or self.attention_mask.shape == shape, shape
 
+    @property
+    def kept_labels(self) -> Tensor:
+        """[B, n]: the labels at ``loss_positions``, where the logits are; all of them without."""
+        return self.labels if self.loss_positions is None else self.labels.index_select(1, self.loss_positions)
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``."""
-        mask = self.attention_mask
+        mask, positions = self.attention_mask, self.loss_positions
         return replace(
             self,
             input_ids=self.input_ids.to(device),
             labels=self.labels.to(device),
             position_ids=self.position_ids.to(device),
             attention_mask=None if mask is None else mask.to(device),
+            loss_positions=None if positions is None else positions.to(device),
         )
 
     def model_inputs(self) -> dict[str, Any]:
@@ -102,4 +117,5 @@ class Batch:
             "position_ids": self.position_ids,
             "attention_mask": self.attention_mask,
             "use_cache": False,
+            "logits_to_keep": 0 if self.loss_positions is None else self.loss_positions,
         }

@@ -32,7 +32,7 @@ from typing import Protocol
 
 import torch
 
-from moesaic.data.batch import IGNORE_INDEX, Batch, Sample
+from moesaic.data.batch import IGNORE_INDEX, Batch, Sample, find_loss_positions
 
 Row = tuple[int, ...]
 
@@ -140,9 +140,11 @@ def collate(samples: SampleSource, rows: Sequence[Row], options: RowOptions) -> 
             num_seen = max(num_real, 1)
             masks.append([1] * num_seen + [0] * (row_len - num_seen))
     shape = (1, -1) if options.packing else (len(rows), row_len)
+    all_labels = torch.tensor(labels, dtype=torch.int64).view(shape)
     return Batch(
         input_ids=torch.tensor(input_ids, dtype=torch.int64).view(shape),
-        labels=torch.tensor(labels, dtype=torch.int64).view(shape),
+        labels=all_labels,
+        loss_positions=find_loss_positions(all_labels),
         position_ids=torch.tensor(positions, dtype=torch.int64).view(shape),
         attention_mask=None if options.packing else torch.tensor(masks, dtype=torch.int64),
         document_lengths=tuple(document_lengths),

@@ -34,7 +34,7 @@ def evaluate(model: PreTrainedModel, batches: Iterable[Batch], meshes: Meshes) -
     for batch in batches:
         on_device = batch.to(device)
         logits = model(**on_device.model_inputs()).logits
-        loss_sum += token_loss_sum(logits, on_device.labels)
+        loss_sum += token_loss_sum(logits, on_device.kept_labels)
         num_tokens += count_loss_tokens(on_device.labels)
     model.train()
     group = meshes.tokens.get_group()

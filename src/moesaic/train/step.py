@@ -65,7 +65,7 @@ def train_step(
     loss_share = torch.zeros((), device=num_tokens.device)
     for batch in micro_batches:
         logits = model(**batch.model_inputs()).logits
-        loss = token_loss_sum(logits, batch.labels) / divisor
+        loss = token_loss_sum(logits, batch.kept_labels) / divisor
         loss.backward()
         loss_share += loss.detach()
 
