@@ -30,10 +30,10 @@ Params = ParamSpec("Params")
 
 # Device type -> process-group backend. A device from outside the tree (npu) brings a torch plug-in that registers it.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
-# For ranks that compute on the CPU; an accelerator does not notice. A gathered block is new memory each time: huge pages
-# make touching it cheap, and returning everything over 2 MiB at once keeps the heap from filling with holes (2.3 instead
-# of 2.8 GiB a rank after 5 steps of the quickstart). oneDNN keeps a compiled kernel for each matmul shape that it met,
-# 1,024 of them, and the experts' row counts are new shapes in every step.
+# For ranks that compute on the CPU; an accelerator does not notice. A gathered block is new memory each time: huge
+# pages make touching it cheap, and giving everything over 2 MiB back at once keeps the heap from filling with holes
+# (2.3 instead of 2.8 GiB a rank after 5 steps of the quickstart). oneDNN keeps a compiled kernel for each matmul shape
+# that it met, 1,024 of them, and the experts' row counts are new shapes in every step.
 CPU_SETTINGS = MappingProxyType(
     {
         "THP_MEM_ALLOC_ENABLE": "1",
