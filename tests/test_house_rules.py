@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,11 @@ def test_lazy_exports_and_their_types_say_the_same() -> None:
     assert set(moesaic.__all__) == {*moesaic.EXPORTS, "__version__"} == set(dir(moesaic))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         moesaic.nothing  # noqa: B018
+
+
+def test_pytest_skips_no_test_folder(pytestconfig: pytest.Config) -> None:
+    """By default it skips folders called ``dist``, and a whole folder of tests would silently not run."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in Path(__file__).parent.rglob("test_*.py")}
+    assert {"unit", "dist", "oracle"} <= folders
+    assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)]
