@@ -28,6 +28,7 @@ from moesaic.parallel.apply import ParallelOptions, from_pretrained, parallelize
 from moesaic.runtime import device_type, init_process_group, seed_all, use_determinism
 from moesaic.specs import ModelSpec, registered_specs
 from moesaic.train.optim import build_optimizer, build_scheduler
+from moesaic.weights.family import require_spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic")
@@ -80,7 +81,9 @@ def build_run(recipe: Recipe) -> Run:
     model = build_model(recipe, meshes)
     _refuse_packing(recipe, model)
     save_kernel_facts(recipe, model)
-    refuse_strided(model)  # now, not after the last step
+    # Now, not after the last step: what couldn't be saved, and what couldn't be exported.
+    refuse_strided(model)
+    require_spec(model, None)
     num_steps = recipe.max_steps or recipe.num_train_epochs * data.loader.num_steps_per_epoch
     optimizer = build_optimizer(model, recipe.optim_config, recipe.learning_rate)
     scheduler = build_scheduler(optimizer, recipe.lr_scheduler_config, num_steps)
