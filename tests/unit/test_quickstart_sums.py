@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,7 @@ import pytest
 from quickstart.evaluate import is_right
 from quickstart.sums import build_row, build_split, check_disjoint, load_rows, operands, save_split
 
-needs_reasoning_gym = pytest.mark.skipif(
-    find_spec("reasoning_gym") is None, reason="reasoning-gym comes with moesaic[quickstart]"
-)
 
-
-@needs_reasoning_gym
 def test_split_is_disjoint_unique_and_fixed() -> None:
     train, heldout = build_split()
     assert len(heldout) >= 120
@@ -26,14 +20,12 @@ def test_split_is_disjoint_unique_and_fixed() -> None:
     assert build_split(seed=8)[1] != heldout
 
 
-@needs_reasoning_gym
 def test_answers_are_right() -> None:
     for row in build_split(num_train=200, num_heldout=50)[0]:
         assert int(row["messages"][-1]["content"]) == sum(operands(row))
         assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
 
 
-@needs_reasoning_gym
 def test_largest_split_ends() -> None:
     """Every operand pair that can be held out does come up (4150 pairs, a sixth of them)."""
     assert len(build_split(num_train=1, num_heldout=691)[1]) == 691
@@ -62,7 +54,6 @@ def test_shared_single_operand_is_no_overlap() -> None:
     check_disjoint([build_row("45 + 32", "77")], [build_row("45 + 33", "78"), build_row("45 + 45", "90")])
 
 
-@needs_reasoning_gym
 def test_files_keep_rows(tmp_path: Path) -> None:
     train, heldout = build_split(num_train=5, num_heldout=3)
     save_split(tmp_path, train, heldout)
