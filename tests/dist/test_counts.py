@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from moesaic.meshes import build_meshes
 from moesaic.ops import host
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
+from moesaic.parallel.gloo_exchange import AllGather, GlooAllGather, GlooReduceScatter, ReduceScatter
 from moesaic.train.step import train_step
 from tests.oracle.cells import Cell, build_batch, share_documents
 from tests.oracle.reference import Case, Reference, load_reference
@@ -34,10 +35,12 @@ class Counts:
 
     Attributes:
         calls: ``operator what @ ranks`` -> number, see ``CountCalls``.
+        num_sends: messages that its gathers and reductions were made of.
         ranks: axis -> ranks of this rank's group along it, e.g. ``0 2``.
     """
 
     calls: dict[str, int]
+    num_sends: int
     ranks: dict[str, str]
     num_int_reads: int
     num_float_reads: int
@@ -53,13 +56,29 @@ class CountCalls(TorchDispatchMode):
     def __init__(self, units: dict[int, str]) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.num_sends = 0
         self._units = units
+
+    def counting(self, kind: str, comm: type[AllGather] | type[ReduceScatter]) -> Any:
+        """A patch of an FSDP communication that counts its calls as ``kind``."""
+        exchange = comm.__call__
+
+        def counted(
+            this: Any, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
+        ) -> Any:
+            num_local = min(output_tensor.numel(), input_tensor.numel())
+            self.calls[f"{kind} {self._units[num_local]} @ {ranks_of(group)}"] += 1
+            return exchange(this, output_tensor, input_tensor, group, **options)
+
+        return mock.patch.object(comm, "__call__", counted)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if "topk" in name:
             self.calls["topk"] += 1
-        elif "c10d" in name and "wait_tensor" not in name:
+        elif name.startswith("c10d.send"):
+            self.num_sends += 1
+        elif "c10d" in name and "wait_tensor" not in name and not name.startswith("c10d.recv_"):
             self.calls[self._describe(name.split(".")[1], args)] += 1
         return func(*args, **(kwargs or {}))
 
@@ -67,9 +86,8 @@ class CountCalls(TorchDispatchMode):
         if operator == "all_to_all_single":
             what = "rows" if args[0].is_floating_point() else "counts"
             return f"{operator} {what} @ {ranks_of(_resolve_process_group(args[3]))}"
-        # What a rank gives to a gather, and what it gets of a reduction, is its shard of the unit.
-        shard = args[1] if operator == "_allgather_base_" else args[0]
-        shard = shard[0] if operator == "allreduce_" else shard
+        assert operator == "allreduce_", f"a step shouldn't need {operator}"
+        shard = args[0][0]
         group = dist.ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))
         if shard.numel() == 1:
             what = "norm" if shard.is_floating_point() else "tokens"
@@ -109,13 +127,15 @@ def count_step(rank: int, cell: Cell, reference: Reference) -> Counts:
     train_step(model, batches, optimizer, None, meshes, max_grad_norm=1.0)
     with (
         CountCalls(units) as counter,
+        counter.counting("gather", GlooAllGather),
+        counter.counting("reduce-scatter", GlooReduceScatter),
         mock.patch.object(host, "read_ints", wraps=host.read_ints) as read_ints,
         mock.patch.object(host, "read_float", wraps=host.read_float) as read_float,
     ):
         train_step(model, batches, optimizer, None, meshes, max_grad_norm=1.0)
     axes = [(view, axis) for view in (meshes.dense, meshes.expert) for axis in view.mesh_dim_names or ()]
     ranks = {axis: ranks_of(view.get_group(axis)) for view, axis in axes}
-    return Counts(dict(counter.calls), ranks, read_ints.call_count, read_float.call_count)
+    return Counts(dict(counter.calls), counter.num_sends, ranks, read_ints.call_count, read_float.call_count)
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +152,25 @@ def test_collectives_of_a_step(run_ranks: RunRanks, reference: Reference, ep_siz
         ep, efsdp, mp_shard = (counts.ranks[axis] for axis in ("ep", "efsdp", "mp_shard"))
         assert mp_shard == "0 1 2 3" and len(ep.split()) == ep_size
         experts = {  # one rank gathers from nobody
-            f"_allgather_base_ experts @ {efsdp}": num_gathers,
-            f"_reduce_scatter_base_ experts @ {efsdp}": NUM_LAYERS,
+            f"gather experts @ {efsdp}": num_gathers,
+            f"reduce-scatter experts @ {efsdp}": NUM_LAYERS,
         }
         assert counts.calls == {
             f"all_to_all_single counts @ {ep}": NUM_LAYERS,
             f"all_to_all_single rows @ {ep}": NUM_LAYERS * (2 + 2),  # there and back; the same in backward
-            f"_allgather_base_ block @ {mp_shard}": num_gathers,
-            f"_reduce_scatter_base_ block @ {mp_shard}": NUM_LAYERS,
-            f"_allgather_base_ root @ {mp_shard}": 1,  # it keeps its own for backward
-            f"_reduce_scatter_base_ root @ {mp_shard}": 1,
+            f"gather block @ {mp_shard}": num_gathers,
+            f"reduce-scatter block @ {mp_shard}": NUM_LAYERS,
+            f"gather root @ {mp_shard}": 1,  # it keeps its own for backward
+            f"reduce-scatter root @ {mp_shard}": 1,
             **(experts if ep_size < 4 else {}),
             "allreduce_ norm @ 0 1 2 3": 2,  # one for each of two meshes
             "allreduce_ tokens @ 0 1 2 3": 1,
             "topk": NUM_LAYERS,
         }
+        # To each other rank of the group its part, once.
+        peers = {"block": 3, "root": 3, "experts": 4 // ep_size - 1}
+        parts = [(call.split()[1], number) for call, number in counts.calls.items() if call.startswith(("gather", "red"))]
+        assert counts.num_sends == sum(number * peers[unit] for unit, number in parts)
         assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)  # split sizes; the norm
 
 
@@ -159,7 +183,7 @@ def test_checkpointing_neither_routes_nor_sends_again(run_ranks: RunRanks, refer
     )
     for without, counts in zip(plain, checkpointed, strict=True):
         assert counts.calls == without.calls
-        num_gathers = sum(number for call, number in counts.calls.items() if call.startswith("_allgather_base_"))
+        num_gathers = sum(number for call, number in counts.calls.items() if call.startswith("gather"))
         assert num_gathers == (9 if ep_size == 2 else 5)  # (2 blocks + 2 experts, or 2 blocks) twice, and the root
         assert counts.num_int_reads == 2 * NUM_LAYERS  # split sizes are read again, from the kept counts
         assert counts.num_float_reads == 1

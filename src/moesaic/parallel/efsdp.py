@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from moesaic.parallel.experts import ExpertPlan, expert_parallel
+from moesaic.parallel.gloo_exchange import use_gloo_exchange
 from moesaic.parallel.shard_rules import build_expert_placement_fn
 from moesaic.specs import match_names
 
@@ -43,6 +44,8 @@ def set_gradient_sum(unit: FSDPModule, mesh: DeviceMesh, divide_factor: float = 
         return
     unit.set_gradient_divide_factor(divide_factor)
     unit.set_force_sum_reduction_for_comms(mesh.size(-1) > 1)
+    if mesh.size(-1) > 1 and mesh.device_type == "cpu":
+        use_gloo_exchange(unit)
 
 
 def expert_fully_shard_modules(
