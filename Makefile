@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet
 CODE := src tests $(wildcard bench quickstart)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format quickstart upcycle-check bench clean
+.PHONY: help venv test lint format quickstart upcycle-check matrix bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -44,6 +44,10 @@ quickstart: $(VENV)/.installed-quickstart  ## upcycle a small model to a MoE, tr
 
 upcycle-check: $(VENV)/.installed-quickstart  ## the upcycled quickstart model answers 20 prompts as its dense source does
 	$(BIN)/python -m quickstart.prepare_model --check
+
+matrix: venv  ## every model family: files, and four ranks against one process (minutes); writes docs/families.md
+	$(BIN)/python -m pytest -q tests/families/layouts.py tests/families/hub_models.py
+	$(BIN)/python -m tests.families.matrix
 
 bench: venv  ## our training step beside transformers' own expert parallelism, and one process
 	$(BIN)/python -m bench.train_step

@@ -20,7 +20,7 @@ PACKAGE_FILES = sorted(PACKAGE.rglob("*.py"))
 ALL_FILES = [
     file for folder in ("src", "tests", "bench", "quickstart") for file in sorted((ROOT / folder).rglob("*.py"))
 ]
-OPTIONAL_PACKAGES = ("triton", "fla", "vllm", "sglang", "ray", "peft")
+OPTIONAL_PACKAGES = ("triton", "fla", "vllm", "sglang", "ray", "peft", "wandb")
 
 
 def broken(rule: rules.Rule, source: str, path: str) -> list[str]:

@@ -23,15 +23,14 @@ if TYPE_CHECKING:
         from_pretrained,
         parallelize,
     )
-    from moesaic.specs import ExpertParam, ModelSpec, find_spec, register_spec
+    from moesaic.specs import ModelSpec, find_spec, register_spec
     from moesaic.train.grad_norm import clip_grad_norm_
     from moesaic.train.step import train_step
-    from moesaic.weights import export_hf
+    from moesaic.weights import export_hf, load_full_state_dict
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ExpertParam",
     "ExpertPlan",
     "FSDPPlan",
     "Meshes",
@@ -46,6 +45,7 @@ __all__ = [
     "export_hf",
     "find_spec",
     "from_pretrained",
+    "load_full_state_dict",
     "load_recipe",
     "parallelize",
     "register_spec",
@@ -55,7 +55,6 @@ __all__ = [
 # Public name -> the module that defines it; the block above says the same to type checkers (tested to agree).
 EXPORTS = MappingProxyType(
     {
-        "ExpertParam": "moesaic.specs",
         "ExpertPlan": "moesaic.parallel",
         "FSDPPlan": "moesaic.parallel",
         "Meshes": "moesaic.meshes",
@@ -69,6 +68,7 @@ EXPORTS = MappingProxyType(
         "export_hf": "moesaic.weights",
         "find_spec": "moesaic.specs",
         "from_pretrained": "moesaic.parallel",
+        "load_full_state_dict": "moesaic.weights",
         "load_recipe": "moesaic.config",
         "parallelize": "moesaic.parallel",
         "register_spec": "moesaic.specs",

@@ -1,8 +1,9 @@
 """Checkpoints that resume exactly: weights, optimizer, schedule, data position, step, each rank's random generators.
 
 A checkpoint is one folder of torch's distributed checkpoint (DCP), ``step-000123``, to which every rank writes its own
-shards. It is written as ``step-000123.tmp`` and renamed when all ranks are done, and renamed to ``step-000123.old``
-before it is deleted, so a folder without an ending is whole. All ranks must see the same file system.
+blocks (``ops/block_planner.py``). It is written as ``step-000123.tmp`` and renamed when all ranks are done, and renamed
+to ``step-000123.old`` before it is deleted, so a folder without an ending is whole. All ranks must see the same file
+system.
 
 On the same topology a resumed run equals one that never stopped, bit for bit. On another, DCP cuts the tensors anew;
 ranks that the saved run didn't have keep the random state they started with.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,13 +25,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from moesaic.config.run_folder import find_checkpoints, is_complete
-from moesaic.ops.placements import shard_dim
+from moesaic.config.run_folder import checkpoint_folder, find_checkpoints, is_complete
+from moesaic.ops.block_planner import BlockLoadPlanner, BlockSavePlanner
 from moesaic.runtime import device_type
 
 log = logging.getLogger(__name__)
@@ -57,40 +59,50 @@ class TrainState:
     data: Position
 
 
-def save_checkpoint(output_dir: Path, state: TrainState, step: int, keep: int | None = None) -> Path:
-    """Write ``output_dir/step-<step>`` and delete older ones so that ``keep`` remain. Every rank must call it.
+def save_checkpoint(output_dir: Path, state: TrainState, step: int) -> Path:
+    """Write ``output_dir/step-<step>``. Every rank must call it.
 
     Args:
         step: optimizer steps done.
-        keep: checkpoints to keep, at least 1: this one, and of the others those with the most steps; None keeps all.
 
     Returns:
         The checkpoint's folder, complete on return.
 
     Raises:
-        ValueError: a parameter is laid out in a way that DCP would describe wrongly.
+        RuntimeError: a rank couldn't write; no folder of that name is there, or the former one is.
     """
-    refuse_strided(state.model)
-    folder = output_dir / f"step-{step:06d}"
+    folder = checkpoint_folder(output_dir, step)
     scratch = folder.with_name(folder.name + ".tmp")
     is_first = dist.get_rank() == 0
     if is_first:
         shutil.rmtree(scratch, ignore_errors=True)  # what an interrupted run left
         scratch.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_tensors(state) | _rest(state, step), checkpoint_id=scratch)
+    with _plain_errors(RuntimeError, f"checkpoint {scratch}: can't be written"):
+        dcp.save(_tensors(state) | _rest(state, step), checkpoint_id=scratch, planner=BlockSavePlanner())
     dist.barrier()
     if is_first:
         replaced = _set_aside(folder) if folder.exists() else None
         scratch.rename(folder)
         if replaced is not None:
             shutil.rmtree(replaced)
-        if keep is not None:
-            others = [path for path in find_checkpoints(output_dir) if path != folder]
-            for old in others[: max(0, len(others) - (keep - 1))]:
-                shutil.rmtree(_set_aside(old))
     dist.barrier()
     return folder
+
+
+def delete_old_checkpoints(output_dir: Path, newest: Path, keep: int, best: Path | None = None) -> None:
+    """Delete checkpoints so that ``keep`` remain, and ``best`` beside them. By rank 0; every rank must call it.
+
+    Args:
+        newest: the one written last; it is kept, and of the others those with the most steps.
+        keep: at least 1.
+        best: kept whatever its age, without counting.
+    """
+    if dist.get_rank() == 0:
+        others = [path for path in find_checkpoints(output_dir) if path not in (newest, best)]
+        for old in others[: max(0, len(others) - (keep - 1))]:
+            shutil.rmtree(_set_aside(old))
+    dist.barrier()
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> int:
@@ -100,10 +112,9 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
         Optimizer steps done.
 
     Raises:
-        ValueError: ``folder`` holds no complete checkpoint; DCP can't describe the parameters' layout; the data isn't
-            that of the saved run.
+        ValueError: ``folder`` holds no complete checkpoint; it is another model's; the data isn't the saved
+            run's.
     """
-    refuse_strided(state.model)
     _refuse_incomplete(folder)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors, rest = _tensors(state), _rest(state, step=0)
@@ -111,7 +122,8 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
         log.warning("checkpoint %s was saved on fewer ranks: this rank keeps its random state", folder)
         del rest[_rng_key()]
     values = tensors | rest
-    dcp.load(values, checkpoint_id=folder)
+    with _plain_errors(ValueError, f"checkpoint {folder}: can't be loaded"):
+        dcp.load(values, checkpoint_id=folder, planner=BlockLoadPlanner())
     state.model.load_state_dict(values["model"])
     set_optimizer_state_dict(state.model, state.optimizer, values["optimizer"])
     state.scheduler.load_state_dict(values["scheduler"])
@@ -127,11 +139,22 @@ def load_model(folder: Path, model: nn.Module) -> None:
     Raises:
         ValueError: as ``load_checkpoint``.
     """
-    refuse_strided(model)
     _refuse_incomplete(folder)
     weights = {"model": model.state_dict()}
-    dcp.load(weights, checkpoint_id=folder)
+    with _plain_errors(ValueError, f"checkpoint {folder}: can't be loaded"):
+        dcp.load(weights, checkpoint_id=folder, planner=BlockLoadPlanner())
     model.load_state_dict(weights["model"])
+
+
+@contextmanager
+def _plain_errors(kind: type[Exception], what: str) -> Iterator[None]:
+    """DCP tells every rank what failed on any of them, in an exception that is no ``Exception``: whoever ends a run on
+    errors would miss it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        raise kind(f"{what}: {cause} (rank {rank})") from error
 
 
 def _set_aside(folder: Path) -> Path:
@@ -184,27 +207,3 @@ def _set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["device"] is not None:
         torch.get_device_module(device_type()).set_rng_state(state["device"])
-
-
-def _is_sharded_twice(param: DTensor) -> bool:
-    """Whether two axes shard one dim. It doesn't depend on the rank, as whether its rows lie apart would."""
-    dims = [dim for placement in param.placements if (dim := shard_dim(placement)) is not None]
-    return len(set(dims)) < len(dims)
-
-
-def refuse_strided(model: nn.Module) -> None:
-    """Refuse a model that can't be checkpointed; ask before training it.
-
-    DCP takes a ``_StridedShard``'s rows, which lie apart, for one contiguous chunk, and would mix them up.
-
-    Raises:
-        ValueError: a parameter has one dim sharded by two axes.
-    """
-    strided = [
-        name for name, param in model.named_parameters() if isinstance(param, DTensor) and _is_sharded_twice(param)
-    ]
-    if strided:
-        raise ValueError(
-            f"{strided[0]} ({len(strided)} parameters in all): can't be checkpointed, two axes shard one of its dims "
-            "(_StridedShard). Choose sizes with which the expert-FSDP axis divides another dim of the experts."
-        )

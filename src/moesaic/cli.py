@@ -18,9 +18,13 @@ from moesaic.config import (
     num_micro_batches,
     resolve_sizes,
 )
+from moesaic.config.foreign import TOOLS, render, translate
+from moesaic.config.load import apply_overrides, build_recipe, read_mapping
 from moesaic.config.run_folder import is_complete
 
+EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
+EXIT_INCOMPLETE = 1
 
 app = typer.Typer(
     name="moesaic",
@@ -62,8 +66,22 @@ def check(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks; default: as the recipe implies.")] = None,
+    tool: Annotated[
+        str | None, typer.Option("--from", help=f"RECIPE is another tool's file: {' or '.join(TOOLS)}.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="With --from: the recipe's file; default: stdout.")] = None,
 ) -> None:
-    """Check a recipe without starting anything: exit code 2 and every problem at once, or the resolved sizes."""
+    """Check a recipe without starting anything: exit code 2 and every problem at once, or the resolved sizes.
+
+    With --from, first translate another tool's file: a table of its fields (as a comment, where the recipe goes to
+    stdout) and the recipe. Exit code 0 where all of it has an equivalent here, 1 where something has none or isn't
+    known, 2 where the recipe has problems.
+    """
+    if tool is not None:
+        _check_foreign(recipe, tool, out, overrides or [], world)
+        return
+    if out is not None:
+        _fail("--out goes with --from: a recipe is checked where it is.")
     checked = _load(recipe, overrides, world)
     world = world or _implied_world_size(checked)
     typer.echo(f"{recipe}: ok")
@@ -74,19 +92,24 @@ def check(
 
 
 @app.command()
-def train(recipe: RecipeArgument, overrides: Overrides = None, nproc: Nproc = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    is_verbose: Annotated[bool, typer.Option("--verbose", help="Print what shards each parameter.")] = False,
+) -> None:
     """Train. Starts local processes (--nproc, else as many as the recipe implies, else 1), or runs under torchrun."""
     if runtime.under_launcher():
         _refuse_nproc(nproc)
         nproc = runtime.world_size_from_launcher()
     checked = _load(recipe, overrides, nproc, default_world_size=1)
     world = nproc or _implied_world_size(checked) or 1
-    command = ["-m", "moesaic.cli", "train", str(recipe), *(overrides or [])]
+    command = ["-m", "moesaic.cli", "train", str(recipe), *(overrides or []), *(["--verbose"] if is_verbose else [])]
     if world > 1 and not runtime.under_launcher():
         raise typer.Exit(runtime.launch(command, world, Path(checked.output_dir) / "logs"))
     from moesaic.train.loop import train as train_rank
 
-    runtime.run_rank(train_rank, checked)
+    runtime.run_rank(train_rank, checked, is_verbose)
 
 
 @app.command()
@@ -145,6 +168,63 @@ def upcycle(
     layer_list = ", ".join(map(str, report.sparse_layers))
     typer.echo(f"{out}: {report.num_parameters / 1e6:.1f}M parameters, {report.num_bytes / 2**30:.2f} GiB")
     typer.echo(f"sparse layers: {layer_list}")
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a dump, an export, or a checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same of the run to compare with.")],
+    tol: Annotated[
+        float, typer.Option(min=0, help="Largest max|a-b| / max|b| that passes. 0: every bit counts.")
+    ] = 0.0,
+    rows: Annotated[int, typer.Option(min=0, help="Tensors to list, the worst first.")] = 20,
+) -> None:
+    """Compare two folders tensor by tensor, whatever topology wrote them. Exit code 0: equal, 1: different."""
+    from rich.console import Console
+
+    from moesaic.verify.diff import build_table
+    from moesaic.verify.diff import diff as compare
+
+    try:
+        report = compare(a, b)
+    except ValueError as error:
+        _fail(str(error))
+    console = Console(soft_wrap=True, highlight=False)
+    if report.differences:
+        console.print(build_table(report, rows))
+    for name in report.only_a:
+        console.print(f"only in {a}: {name}", markup=False)
+    for name in report.only_b:
+        console.print(f"only in {b}: {name}", markup=False)
+    worse = report.worse_than(tol)
+    limit = "not bit-equal" if tol == 0 else f"beyond {tol:g}"
+    console.print(f"{len(report.differences)} tensors on both sides, {len(worse)} {limit}", markup=False)
+    raise typer.Exit(0 if report.is_equal(tol) else EXIT_DIFFERENT)
+
+
+def _check_foreign(path: Path, tool: str, out: Path | None, overrides: list[str], world: int | None) -> None:
+    """Translate, write, check."""
+    if tool not in TOOLS:
+        _fail(f"--from {tool}: must be {' or '.join(TOOLS)}.")
+    try:
+        data, problems = read_mapping(path)
+        if problems:
+            raise RecipeError(problems, source=str(path))
+        translation = translate(tool, data, world_size=world)
+        fields = translation.recipe()
+        problems = apply_overrides(fields, overrides)
+        text = render(translation, fields, path)
+        if out is None:
+            typer.echo(text, nl=False)
+        else:
+            out.write_text(text, encoding="utf-8")
+            typer.echo(translation.table())
+        build_recipe(fields, problems, f"the recipe made of {path}", world_size=world)
+    except (RecipeError, OSError) as error:
+        _fail(str(error))
+    if not translation.is_complete:
+        typer.echo("Not all of it has an equivalent here: see NO EQUIVALENT and UNKNOWN above.", err=True)
+        raise typer.Exit(EXIT_INCOMPLETE)
 
 
 def _load(

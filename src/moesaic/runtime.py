@@ -17,7 +17,8 @@ import signal
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 Params = ParamSpec("Params")
+
+
+class StartError(ValueError):
+    """What a user has to change, found only after the processes had started. It is shown without its stack, which the
+    rank's error file has. Raised by ``start_errors``."""
+
 
 # Device type -> process-group backend. A device from outside the tree (npu) brings a torch plug-in that registers it.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
@@ -157,7 +164,7 @@ def run_rank(fn: Callable[Params, None], *args: Params.args, **kwargs: Params.kw
     then fails on the closed connection writes later, so the oldest file is the cause. The process leaves without a
     barrier and without destructors, because its peers may wait in a collective that this rank will never join.
 
-    A process without peers raises as usual.
+    A process without peers raises as usual; of a ``StartError`` it shows the message alone, as the launcher does.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -166,13 +173,30 @@ def run_rank(fn: Callable[Params, None], *args: Params.args, **kwargs: Params.kw
     try:
         record(fn)(*args, **kwargs)
     except (Exception, KeyboardInterrupt) as error:
+        is_bare = isinstance(error, StartError)
         if world_size_from_launcher() == 1:
             _forget_process_group()
+            if is_bare:
+                raise SystemExit(str(error)) from error
             raise
         if isinstance(error, KeyboardInterrupt):
             _leave(EXIT_INTERRUPTED, "interrupted" if rank_from_launcher() == 0 else "")
         # launch() shows the rank that failed first, and only that one.
-        _leave(EXIT_FAILED, "" if _is_child_of_launch() else traceback.format_exc())
+        report = str(error) if is_bare else traceback.format_exc()
+        _leave(EXIT_FAILED, "" if _is_child_of_launch() else report)
+
+
+@contextmanager
+def start_errors() -> Iterator[None]:
+    """A ``ValueError`` inside is about what a run was given, not about the program: it becomes a ``StartError``.
+
+    Raises:
+        StartError: with the message of the ValueError, which is its cause.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def launch(command: Sequence[str], nproc: int, log_dir: Path) -> int:
@@ -277,7 +301,11 @@ def _failure_report(error: Any, log_dir: Path, run_id: str) -> str:
         rank, failure = error.get_first_failure()
         return f"rank {rank} failed: exit code {failure.exitcode}, no traceback was recorded"
     rank = int(files[0].parent.name)
-    trace = json.loads(files[0].read_text())["message"]["extraInfo"]["py_callstack"]
+    message = json.loads(files[0].read_text())["message"]
+    name, _, text = message["message"].partition(": ")
+    if name == StartError.__name__:  # its peers only waited for it, or found the same
+        return f"{text}\n(rank {rank}; its stack is in {files[0]})"
+    trace = message["extraInfo"]["py_callstack"]
     later = ", ".join(file.parent.name for file in files[1:])
     others = f"also failed, later: rank {later}; see {files[0].parents[1]}\n" if later else ""
     return f"{others}rank {rank} failed\n{trace}"

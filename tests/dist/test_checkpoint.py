@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from moesaic.checkpoint import TrainState, load_checkpoint, load_model, save_checkpoint
+from moesaic.checkpoint import TrainState, delete_old_checkpoints, load_checkpoint, load_model, save_checkpoint
 from moesaic.config import LrSchedulerConfig, OptimConfig
-from moesaic.config.run_folder import find_latest
+from moesaic.config.run_folder import checkpoint_folder, find_latest
+from moesaic.ops.gather import gather_to_rank_0
 from moesaic.train.optim import build_optimizer, build_scheduler
+from moesaic.verify.stores import CheckpointStore
 
 
 class Counter:
@@ -139,23 +142,30 @@ def test_another_number_of_ranks_loads_the_same_values(run_ranks, tmp_path: Path
         assert all(torch.equal(loaded[name], value) and torch.equal(bare[name], value) for name, value in saved.items())
 
 
-def rotate_on_rank(rank: int, folder: str) -> list[str]:
-    state = build_state(seed=0)
-    for step in (1, 2, 10, 11):
-        save_checkpoint(Path(folder), state, step=step, keep=2)
-    save_checkpoint(Path(folder), state, step=11, keep=2)  # once more, as after a resume: replaced
+def rotate_on_rank(rank: int, folder: str, best: int | None) -> list[str]:
+    state, path = build_state(seed=0), Path(folder)
+    for step in (1, 2, 10, 11, 11):  # 11 once more, as after a resume: replaced
+        newest = save_checkpoint(path, state, step=step)
+        kept = None if best is None else checkpoint_folder(path, best)
+        delete_old_checkpoints(path, newest, keep=2, best=kept)
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_only_the_newest_are_kept(run_ranks, tmp_path: Path) -> None:
-    assert run_ranks(rotate_on_rank, 2, str(tmp_path))[0] == ["step-000010", "step-000011"]
+@pytest.mark.parametrize(
+    ("best", "kept"), [(None, ["10", "11"]), (2, ["02", "10", "11"]), (11, ["10", "11"]), (10, ["02", "10", "11"])]
+)
+def test_the_newest_are_kept_and_the_best_beside_them(
+    run_ranks, tmp_path: Path, best: int | None, kept: list[str]
+) -> None:
+    assert run_ranks(rotate_on_rank, 2, str(tmp_path), best)[0] == [f"step-0000{step}" for step in kept]
 
 
 def save_an_earlier_step(rank: int, folder: str) -> tuple[bool, list[str]]:
     state = build_state(seed=0)
     (Path(folder) / "step-000200").mkdir(exist_ok=True)
     (Path(folder) / "step-000200" / ".metadata").touch()
-    path = save_checkpoint(Path(folder), state, step=150, keep=1)
+    path = save_checkpoint(Path(folder), state, step=150)
+    delete_old_checkpoints(Path(folder), path, keep=1)
     return (path / ".metadata").is_file(), sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -204,22 +214,92 @@ def test_an_incomplete_checkpoint_is_refused(run_ranks, tmp_path: Path) -> None:
     assert str(tmp_path) in run_ranks(load_incomplete, 1, str(tmp_path))[0]
 
 
-def save_strided(rank: int, folder: str) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
-    model = nn.Linear(8, 8, bias=False)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["ep"], [Shard(0)]))
-    fully_shard(model, mesh=mesh["fsdp"])  # dim 0 again: a strided shard
-    assert isinstance(model.weight, DTensor)
+class Strided(nn.Module):
+    """A matrix of which two axes shard dim 0, a frozen one, and a buffer that training changes."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.experts = nn.Linear(5, num_rows, bias=False)
+        self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+        self.register_buffer("bias", torch.zeros(num_rows))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bias += 1
+        return self.experts(self.frozen(x)) + self.bias
+
+
+def build_strided(seed: int, num_rows: int, mesh_shape: tuple[int, int]) -> TrainState:
+    torch.manual_seed(seed)
+    model = Strided(num_rows)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("fsdp", "ep"))
+    sharded = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
+    model.experts.weight = nn.Parameter(sharded)
+    fully_shard(model.experts, mesh=mesh["fsdp"])  # dim 0 again: a strided shard
+    fully_shard(model.frozen)
     optimizer = build_optimizer(model, OptimConfig(), 0.1)
-    scheduler = build_scheduler(optimizer, LrSchedulerConfig(), 1)
+    scheduler = build_scheduler(optimizer, LrSchedulerConfig(), 8)
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=Counter())
+
+
+def local_values(state: TrainState) -> list[torch.Tensor]:
+    """This rank's parts of everything a checkpoint holds: not through full_tensor, which misreads uneven strides."""
+    weight = state.model.experts.weight
+    moments = state.optimizer.state[weight]
+    tensors = [weight, moments["exp_avg"], moments["exp_avg_sq"], state.model.frozen.weight, state.model.bias]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def global_values(state: TrainState) -> list[torch.Tensor]:
+    weight = state.model.experts.weight
+    moments = state.optimizer.state[weight]
+    tensors = [weight, moments["exp_avg"], moments["exp_avg_sq"], state.model.frozen.weight]
+    wholes = [gather_to_rank_0(tensor.detach()) for tensor in tensors]
+    return [*(whole for whole in wholes if whole is not None), state.model.bias]
+
+
+def save_strided(rank: int, folder: str, num_rows: int, mesh_shape: tuple[int, int]) -> Any:
+    state, again = build_strided(0, num_rows, mesh_shape), build_strided(1, num_rows, mesh_shape)
+    for param in (state.model.experts.weight,):
+        param.grad = param.detach().clone()
+    state.optimizer.step()
+    state.model.bias += 3
+    path = save_checkpoint(Path(folder), state, step=1)
+    load_checkpoint(path, again)
+    equal = [torch.equal(a, b) for a, b in zip(local_values(state), local_values(again), strict=True)]
+    return equal, [value.clone() for value in global_values(state)]
+
+
+def load_strided(rank: int, folder: str, num_rows: int, mesh_shape: tuple[int, int]) -> list[torch.Tensor]:
+    state = build_strided(2, num_rows, mesh_shape)
+    load_checkpoint(Path(folder) / "step-000001", state)
+    assert not state.model.frozen.weight.requires_grad
+    return [value.clone() for value in global_values(state)]
+
+
+@pytest.mark.parametrize(("num_rows", "mesh_shape"), [(8, (2, 2)), (7, (3, 2))])
+def test_strided_shards_frozen_weights_and_changed_buffers_come_back(
+    run_ranks, tmp_path: Path, num_rows: int, mesh_shape: tuple[int, int]
+) -> None:
+    saved = run_ranks(save_strided, math.prod(mesh_shape), str(tmp_path), num_rows, mesh_shape)
+    assert all(all(equal) and len(equal) == 5 for equal, _ in saved)
+    values = saved[0][1]
+    assert values[-1].tolist() == [3.0] * num_rows and len(values) == 5
+    elsewhere = run_ranks(load_strided, 4, str(tmp_path), num_rows, (1, 4))[0]
+    assert all(torch.equal(a, b) for a, b in zip(values, elsewhere, strict=True))
+    in_one_process = CheckpointStore(tmp_path / "step-000001").read("experts.weight")
+    assert torch.equal(in_one_process, values[0])
+
+
+def load_another_shape(rank: int, folder: str) -> str:
+    model = build_strided(2, 9, (1, 2)).model
+    model.bias = torch.zeros(8)
     with pytest.raises(ValueError) as caught:
-        save_checkpoint(
-            Path(folder), TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=Counter()), step=1
-        )
+        load_model(Path(folder) / "step-000001", model)
     return str(caught.value)
 
 
-def test_a_strided_shard_is_refused_by_name(run_ranks, tmp_path: Path) -> None:
-    message = run_ranks(save_strided, 4, str(tmp_path))[0]
-    assert message.startswith("weight (1 parameters in all)")
-    assert list(tmp_path.iterdir()) == []
+def test_a_checkpoint_of_another_shape_is_refused_by_name(run_ranks, tmp_path: Path) -> None:
+    run_ranks(save_strided, 4, str(tmp_path), 8, (2, 2))
+    message = run_ranks(load_another_shape, 2, str(tmp_path))[0]
+    assert "model.experts.weight has shape (8, 5) there, and has shape (9, 5) here" in message
+    assert str(tmp_path) in message

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -21,12 +21,14 @@ from moesaic.meshes import build_meshes
 from moesaic.ops import host
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.parallel.gloo_exchange import AllGather, GlooAllGather, GlooReduceScatter, ReduceScatter
+from moesaic.parallel.units import list_units
 from moesaic.train.step import train_step
 from tests.oracle.cells import Cell, build_batch, share_documents
 from tests.oracle.reference import Case, Reference, load_reference
 from tests.pool import RunRanks
 
 NUM_LAYERS = 2
+KINDS = ("experts", "block", "root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class CountCalls(TorchDispatchMode):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.num_sends = 0
+        self.num_int_reads = 0
         self._units = units
 
     def counting(self, kind: str, comm: type[AllGather] | type[ReduceScatter]) -> Any:
@@ -76,6 +79,8 @@ class CountCalls(TorchDispatchMode):
         name = str(func)
         if "topk" in name:
             self.calls["topk"] += 1
+        elif name.startswith("moesaic.copy_to_host"):
+            self.num_int_reads += 1
         elif name.startswith("c10d.send"):
             self.num_sends += 1
         elif "c10d" in name and "wait_tensor" not in name and not name.startswith("c10d.recv_"):
@@ -103,16 +108,10 @@ def ranks_of(group: dist.ProcessGroup) -> str:
 def name_units(model: PreTrainedModel) -> dict[int, str]:
     """Numbers in a rank's shard of each FSDP unit -> its kind."""
     kinds: dict[int, str] = {}
-    for name, unit in model.named_modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        assert isinstance(unit, nn.Module)
-        kind = "experts" if name.endswith("experts") else "block" if name else "root"
-        nested = [module for _, module in unit.named_modules() if module is not unit and isinstance(module, FSDPModule)]
-        inner = {id(param) for module in nested for param in cast(nn.Module, module).parameters()}
-        own = [param for param in unit.parameters() if id(param) not in inner]
-        assert all(isinstance(param, DTensor) for param in own)
-        num_local = sum(param.to_local().numel() for param in own if isinstance(param, DTensor))
+    for unit, rows in itertools.groupby(list_units(model), key=lambda row: row.unit):
+        own = list(rows)
+        kind = "experts" if ".experts." in own[0].name else "block" if unit else "root"
+        num_local = sum(math.prod(row.local_shape) for row in own)
         assert kinds.setdefault(num_local, kind) == kind, "two kinds of the same size can't be told apart"
     return kinds
 
@@ -124,18 +123,17 @@ def count_step(rank: int, cell: Cell, reference: Reference) -> Counts:
     units = name_units(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [build_batch(documents, cell.layout) for documents in share_documents(reference.documents, cell, rank)]
-    train_step(model, batches, optimizer, None, meshes, max_grad_norm=1.0)
+    train_step(model, batches, optimizer, None, meshes, 1.0, gradient_accumulation=cell.accumulation)
     with (
         CountCalls(units) as counter,
         counter.counting("gather", GlooAllGather),
         counter.counting("reduce-scatter", GlooReduceScatter),
-        mock.patch.object(host, "read_ints", wraps=host.read_ints) as read_ints,
         mock.patch.object(host, "read_float", wraps=host.read_float) as read_float,
     ):
-        train_step(model, batches, optimizer, None, meshes, max_grad_norm=1.0)
+        train_step(model, batches, optimizer, None, meshes, 1.0, gradient_accumulation=cell.accumulation)
     axes = [(view, axis) for view in (meshes.dense, meshes.expert) for axis in view.mesh_dim_names or ()]
     ranks = {axis: ranks_of(view.get_group(axis)) for view, axis in axes}
-    return Counts(dict(counter.calls), counter.num_sends, ranks, read_ints.call_count, read_float.call_count)
+    return Counts(dict(counter.calls), counter.num_sends, ranks, counter.num_int_reads, read_float.call_count)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +167,9 @@ def test_collectives_of_a_step(run_ranks: RunRanks, reference: Reference, ep_siz
         }
         # To each other rank of the group its part, once.
         peers = {"block": 3, "root": 3, "experts": 4 // ep_size - 1}
-        parts = [(call.split()[1], number) for call, number in counts.calls.items() if call.startswith(("gather", "red"))]
+        parts = [
+            (call.split()[1], number) for call, number in counts.calls.items() if call.startswith(("gather", "red"))
+        ]
         assert counts.num_sends == sum(number * peers[unit] for unit, number in parts)
         assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)  # split sizes; the norm
 
@@ -185,8 +185,55 @@ def test_checkpointing_neither_routes_nor_sends_again(run_ranks: RunRanks, refer
         assert counts.calls == without.calls
         num_gathers = sum(number for call, number in counts.calls.items() if call.startswith("gather"))
         assert num_gathers == (9 if ep_size == 2 else 5)  # (2 blocks + 2 experts, or 2 blocks) twice, and the root
-        assert counts.num_int_reads == 2 * NUM_LAYERS  # split sizes are read again, from the kept counts
-        assert counts.num_float_reads == 1
+        assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)  # what was read is kept too
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_tokens_that_are_not_kept_are_sent_again_and_nothing_else_is(
+    run_ranks: RunRanks, reference: Reference, ep_size: int
+) -> None:
+    plain, resent = (
+        run_ranks(count_step, 4, Cell(world_size=4, sizes={"ep_size": ep_size}, options=options), reference)
+        for options in (
+            ParallelOptions(),
+            ParallelOptions(activation_checkpointing=True, exchanged_tokens="recompute"),
+        )
+    )
+    for without, counts in zip(plain, resent, strict=True):
+        rows = f"all_to_all_single rows @ {counts.ranks['ep']}"
+        assert counts.calls == {**without.calls, rows: NUM_LAYERS * (2 + 2 + 2)}  # there and back once more
+        assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)
+
+
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "mp_replicate_size": 2}], ids=["efsdp2", "hsdp"])
+def test_whole_gradients_are_reduced_once_a_step(
+    run_ranks: RunRanks, reference: Reference, sizes: dict[str, int]
+) -> None:
+    """Of 4 micro-batches, the sharded way reduces each; everything else is the same."""
+    sharded, whole = (
+        run_ranks(
+            count_step,
+            4,
+            Cell(world_size=4, sizes=sizes, num_micro_batches=4, accumulation=accumulation),
+            reference,
+        )
+        for accumulation in ("sharded", "unsharded")
+    )
+    for each, once in zip(sharded, whole, strict=True):
+        reductions = {call for call in each.calls if call.startswith("reduce-scatter")}
+        reductions |= {call for call in each.calls if call.startswith("allreduce_") and call.split()[1] in KINDS}
+        assert len(reductions) >= 3
+        for call, number in each.calls.items():
+            assert once.calls[call] == (number // 4 if call in reductions else number), call
+        assert once.calls.keys() == each.calls.keys()
+
+
+def test_hooks_around_the_experts_change_no_collective(run_ranks: RunRanks, reference: Reference) -> None:
+    plain, hooked = (
+        run_ranks(count_step, 4, Cell(world_size=4, sizes={"ep_size": 2}, options=options), reference)
+        for options in (ParallelOptions(), ParallelOptions(hook_modules=("model.layers.*.mlp",)))
+    )
+    assert [counts.calls for counts in hooked] == [counts.calls for counts in plain]
 
 
 def test_replicas_add_one_all_reduce_per_unit(run_ranks: RunRanks, reference: Reference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ sys.exit(launch(sys.argv[2:], 2, Path(sys.argv[1])))
 RANK = """
 import os, signal, sys
 import torch, torch.distributed as dist
-from moesaic.runtime import init_process_group, run_rank, shutdown
+from moesaic.runtime import init_process_group, run_rank, shutdown, start_errors
 
 def work(mode: str) -> None:
     init_process_group(timeout_s=120)
@@ -34,6 +35,9 @@ def work(mode: str) -> None:
             raise KeyError("the reason")
         if mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "refuse":
+            with start_errors():
+                raise ValueError("cutoff_len=1: too short; set 2.\\nA second line.")
     if mode != "finish":
         dist.all_reduce(torch.ones(1))   # rank 0 waits here for a rank that never comes
         if mode == "wait":
@@ -96,6 +100,26 @@ def test_a_crash_ends_all_and_is_shown_last(start) -> None:
     report = err[err.rindex("rank 1 failed") :]
     assert "in work" in report and report.rstrip().endswith("KeyError: 'the reason'")
     assert_gone(pids)
+
+
+def test_what_a_user_has_to_change_is_shown_without_a_stack(start) -> None:
+    process = start("refuse")
+    pids = read_pids(process)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.startswith("cutoff_len=1: too short; set 2.\nA second line.\n(rank 1; its stack is in ")
+    assert "Traceback" not in err and err.count("\n") == 3
+    stack = json.loads(Path(err.splitlines()[-1].partition("its stack is in ")[2].rstrip(")")).read_text())
+    assert "in work" in stack["message"]["extraInfo"]["py_callstack"]
+    assert_gone(pids)
+
+
+def test_without_a_launcher_it_is_the_message_alone_too(tmp_path: Path) -> None:
+    code = "from moesaic.runtime import *\ndef f():\n  with start_errors(): raise ValueError('set 2.')\nrun_rank(f)"
+    names = ("RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "set 2.\n")
 
 
 def test_a_killed_rank_is_named(start) -> None:

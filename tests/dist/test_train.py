@@ -105,6 +105,47 @@ def test_a_run_its_files_and_its_resumption(run_ranks, source: Path, tmp_path: P
     assert losses == [(line["step"], line["loss"]) for line in steps[2:]]
 
 
+def held_out(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(folder, "eval")}
+
+
+def test_the_best_checkpoint_is_kept_survives_a_resume_and_is_exported(run_ranks, source: Path, tmp_path: Path) -> None:
+    """The learning rate is so large that the held-out loss gets worse after the first step."""
+    common = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 3, "save_total_limit": 1, "max_steps": 3}
+    common |= {"learning_rate": 1.0, "lr_scheduler_config": {"name": "constant"}}
+    run_ranks(train_on_rank, 2, recipe_of(source, tmp_path / "straight", **common))
+    losses = held_out(tmp_path / "straight")
+    best = min(losses, key=losses.__getitem__)
+    assert 1 <= best < 3, "the course must have its minimum before its end"
+    remembered = json.loads((tmp_path / "straight" / "best.json").read_text())
+    assert remembered == {"step": best, "loss": losses[best]}
+    kept = sorted(path.name for path in (tmp_path / "straight").glob("step-*"))
+    assert kept == [f"step-{best:06d}", "step-000003"]
+    run_ranks(export_on_rank, 1, recipe_of(source, tmp_path), tmp_path / "straight" / kept[0], tmp_path / "best")
+    assert equal_weights(tmp_path / "straight" / "export", tmp_path / "best")
+
+    # Stopped after the best was found: what comes later is worse, so the first part's checkpoint must win.
+    stopped = recipe_of(source, tmp_path / "resumed", **{**common, "max_steps": best + 1})
+    run_ranks(train_on_rank, 2, stopped)
+    shutil.rmtree(tmp_path / "resumed" / "export")
+    run_ranks(train_on_rank, 2, recipe_of(source, tmp_path / "resumed", **common, resume_from_checkpoint="auto"))
+    assert json.loads((tmp_path / "resumed" / "best.json").read_text()) == remembered
+    assert equal_weights(tmp_path / "straight" / "export", tmp_path / "resumed" / "export")
+
+
+def test_a_run_dumps_what_its_recipe_names(run_ranks, source: Path, tmp_path: Path) -> None:
+    dump = {"steps": [2], "params": ["*.gate.weight", "lm_head.weight"], "what": ["param"]}
+    recipe = recipe_of(source, tmp_path, dump=dump, max_steps=2, save_steps=None, eval_dataset=None, eval_steps=None)
+    run_ranks(train_on_rank, 2, recipe)
+    (step,) = (tmp_path / "dumps").iterdir()
+    names = {f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)} | {"lm_head.weight"}
+    assert {path.relative_to(step).as_posix() for path in step.rglob("*.safetensors")} == {
+        f"param/{name}.safetensors" for name in names
+    }
+    exported = read_weights(tmp_path / "export")
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in read_weights(step / "param").items())
+
+
 def export_on_rank(rank: int, recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     export_checkpoint(recipe, checkpoint, folder)
 

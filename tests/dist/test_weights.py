@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +21,6 @@ import moesaic.weights.export as export_module
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
 from moesaic.ops.placements import local_blocks
-from moesaic.specs import find_spec
 from moesaic.weights import export_hf, load_weights
 from tests.unit.tiny_checkpoints import SIZES, assert_same_state, counted_reads, save_tiny
 
@@ -65,7 +63,7 @@ def load_sharded(folder: Path, model_type: str, layout: Layout) -> tuple[PreTrai
     shard(model, layout)
     materialize(model, "cpu")
     with counted_reads() as counter:
-        report = load_weights(model, folder, find_spec(model_type))
+        report = load_weights(model, folder)
     return model, report, counter["num_bytes"]
 
 
@@ -90,7 +88,7 @@ def load_and_export(rank: int, folder: Path, model_type: str, layout: Layout) ->
     boxes = Boxes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_module, "gather_share", boxes)
-        export_hf(model, folder.parent / "out", spec=find_spec(model_type), max_shard_gib=20 * 2**10 / 2**30)
+        export_hf(model, folder.parent / "out", max_shard_gib=20 * 2**10 / 2**30)
     return {
         "own_bytes": own_bytes,
         "num_bytes": num_bytes,
@@ -170,7 +168,7 @@ def fail_to_load(rank: int, folder: Path, mesh_folder: Path) -> str:
     shard(model, Layout(1, 2, 1))
     materialize(model, "cpu")
     try:
-        load_weights(model, mesh_folder if rank == 1 else folder, find_spec("qwen3_moe"))
+        load_weights(model, mesh_folder if rank == 1 else folder)
     except (ValueError, RuntimeError) as error:
         dist.barrier()  # nobody hangs, and the group still works
         return f"{type(error).__name__}: {error}"
@@ -190,7 +188,7 @@ def fail_to_export(rank: int, folder: Path, out: Path) -> str:
         if rank == 1:
             patch.setattr(export_module, "_header", raise_disk_full)
         try:
-            export_hf(model, out, spec=find_spec("qwen3_moe"))
+            export_hf(model, out)
         except (OSError, RuntimeError) as error:
             dist.barrier()
             return f"{type(error).__name__}: {error}"
@@ -212,7 +210,7 @@ def export_after_a_forward(rank: int, folder: Path, out: Path) -> bool:
     """The root keeps its parameters whole after a forward; the export takes them as shards all the same."""
     model, _, _ = load_sharded(folder, "qwen3_moe", Layout(1, 2, 1))
     model(torch.arange(8).reshape(1, 8)).logits.sum()
-    export_hf(model, out, spec=find_spec("qwen3_moe"), dtype=torch.bfloat16)
+    export_hf(model, out, dtype=torch.bfloat16)
     return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -231,7 +229,7 @@ def keys_in(folder: Path) -> set[str]:
     return keys
 
 
-def test_the_registered_spec_is_the_default(tmp_path: Path) -> None:
+def test_the_hubs_names_are_read_and_written(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path / "hub", "qwen3_moe")
     model = build_on_meta(tmp_path / "hub", attn_implementation=None, dtype=torch.float32)
     materialize(model, "cpu")
@@ -241,32 +239,21 @@ def test_the_registered_spec_is_the_default(tmp_path: Path) -> None:
     assert keys_in(tmp_path / "out") == keys_in(tmp_path / "hub")
 
 
-def export_without_a_spec(rank: int, folder: Path, out: Path) -> str:
-    model, _, _ = load_sharded(folder, "qwen3_moe", Layout(1, 2, 1))
-    model.config.model_type = "unheard_of"
-    try:
-        export_hf(model, out)
-    except ValueError as error:
-        dist.barrier()
-        return str(error)
-    return "exported"
-
-
-def test_stacked_experts_of_an_unknown_family_are_not_written(run_ranks: Any, tmp_path: Path) -> None:
+def test_stacked_experts_of_an_unknown_family_are_not_written(tmp_path: Path) -> None:
     """Their keys would be the module's own, which nobody else reads."""
     reference = save_tiny(tmp_path / "hub", "qwen3_moe")
-    for message in run_ranks(export_without_a_spec, 2, tmp_path / "hub", tmp_path / "sharded"):
-        assert "'unheard_of' has no spec" in message and "mlp.experts.gate_up_proj" in message
-        assert "moesaic.register_spec" in message
-    reference.config.model_type = "unheard_of"
-    with pytest.raises(ValueError, match=r"moesaic\.register_spec"):
+    loaded = build_on_meta(tmp_path / "hub", attn_implementation=None, dtype=torch.float32)
+    materialize(loaded, "cpu")
+    load_weights(loaded, tmp_path / "hub")
+    reference.config.model_type = loaded.config.model_type = "unheard_of"
+    with pytest.raises(ValueError, match=r"'unheard_of' stacks its experts.*register_checkpoint_conversion_mapping"):
         export_hf(reference, tmp_path / "whole")
-    assert not (tmp_path / "sharded").exists() and not (tmp_path / "whole").exists()
-    export_hf(reference, tmp_path / "named", spec=find_spec("qwen3_moe"))
-    assert keys_in(tmp_path / "named") == keys_in(tmp_path / "hub")
+    assert not (tmp_path / "whole").exists()
+    export_hf(loaded, tmp_path / "as-it-came")  # its files have said how they are named
+    assert keys_in(tmp_path / "as-it-came") == keys_in(tmp_path / "hub")
 
 
-def test_a_dense_model_needs_no_spec(tmp_path: Path) -> None:
+def test_a_dense_model_needs_no_mapping(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3", **SIZES, intermediate_size=24, head_dim=4)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     export_hf(reference, tmp_path / "out")
@@ -276,15 +263,12 @@ def test_a_dense_model_needs_no_spec(tmp_path: Path) -> None:
     assert_same_state(model, reference)
 
 
-def test_files_of_an_unknown_family_say_that_a_spec_is_missing(tmp_path: Path) -> None:
+def test_files_of_an_unknown_family_say_that_a_mapping_is_missing(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe")
     model = build_on_meta(tmp_path, attn_implementation=None, dtype=torch.float32)
     materialize(model, "cpu")
-    with pytest.raises(ValueError, match=r"unknown: extra(.|\n)*correct the family's ModelSpec \(qwen3_moe\)"):
-        save_file({**load_file(tmp_path / "model.safetensors"), "extra": torch.ones(1)}, tmp_path / "model.safetensors")
-        load_weights(model, tmp_path)
     model.config.model_type = "unheard_of"
-    with pytest.raises(ValueError, match=r"'unheard_of' has no spec(.|\n)*moesaic\.register_spec"):
+    with pytest.raises(ValueError, match=r"unknown: model\.layers\.0\.mlp\.experts\.0\.down(.|\n)*conversion_mapping"):
         load_weights(model, tmp_path)
 
 

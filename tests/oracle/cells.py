@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.parallel.experts import expert_parallel, find_expert_modules
 from moesaic.train.grad_norm import clip_grad_norm_
 from moesaic.train.step import train_step
+from moesaic.weights.load import load_weights
 from tests.oracle.reference import NUM_STEPS, OPTIMIZERS, Reference
 
 # rel. = max|a-b| / max|b| per tensor, fp32: what summing in another order costs, with some room. SGD follows gradients,
@@ -33,8 +34,9 @@ class Cell:
     Attributes:
         sizes: keyword arguments of ``build_meshes``.
         layout: ``padded`` (a document a row), ``packed`` (all of a micro-batch in one row).
-        num_micro_batches: accumulation.
+        num_micro_batches, accumulation: how a step is cut, and when its gradients are reduced.
         shares: documents per rank, in turn; None shares them evenly. 0 gives a rank nothing but padding.
+        optimizers: those whose weights after two steps are compared.
     """
 
     world_size: int
@@ -42,7 +44,9 @@ class Cell:
     options: ParallelOptions = field(default_factory=ParallelOptions)
     layout: str = "padded"
     num_micro_batches: int = 1
+    accumulation: Literal["sharded", "unsharded"] = "sharded"
     shares: tuple[int, ...] | None = None
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
 
 
 def rel_error(ours: Tensor, reference: Tensor) -> float:
@@ -102,20 +106,32 @@ def run_cell(rank: int, cell: Cell, reference: Reference) -> dict[str, Any]:
     meshes = build_meshes("cpu", **cell.sizes)
     batches = [build_batch(docs, cell.layout) for docs in share_documents(reference.documents, cell, rank)]
     errors: dict[str, Any] = {}
-    for name, build_optimizer in OPTIMIZERS.items():
-        model = from_pretrained(reference.folder, meshes, options=cell.options, attn_implementation="sdpa")
-        if name == "sgd":
-            errors |= measure_gradients(model, batches, meshes, reference)
-        optimizer = build_optimizer(model.parameters())
+    model = load_parallel(reference, meshes, cell)
+    errors |= measure_gradients(model, batches, meshes, reference, cell.accumulation)
+    for name in cell.optimizers:
+        load_weights(model, reference.folder)  # from the beginning again
+        optimizer = OPTIMIZERS[name](model.parameters())
         for _ in range(NUM_STEPS):
-            result = train_step(model, batches, optimizer, None, meshes, max_grad_norm=None)
+            result = train_step(
+                model, batches, optimizer, None, meshes, max_grad_norm=None, gradient_accumulation=cell.accumulation
+            )
             assert result.is_finite
         errors[name] = worst(dict(model.named_parameters()), reference.weights[name])
     return errors
 
 
+def load_parallel(reference: Reference, meshes: Meshes, cell: Cell) -> PreTrainedModel:
+    # The listed models take the attention that transformers picks for each: not all of them have sdpa.
+    attn_implementation = None if reference.is_listed else "sdpa"
+    return from_pretrained(reference.folder, meshes, options=cell.options, attn_implementation=attn_implementation)
+
+
 def measure_gradients(
-    model: PreTrainedModel, batches: list[Batch], meshes: Meshes, reference: Reference
+    model: PreTrainedModel,
+    batches: list[Batch],
+    meshes: Meshes,
+    reference: Reference,
+    accumulation: Literal["sharded", "unsharded"] = "sharded",
 ) -> dict[str, Any]:
     """One step that moves nothing: loss, every gradient, and the norms that clipping sees."""
     grads: dict[str, Tensor] = {}
@@ -128,7 +144,8 @@ def measure_gradients(
 
     for experts in find_expert_modules(model).values():
         expert_parallel(experts).load.reset()
-    result = train_step(model, batches, Recorder(model.parameters(), lr=0.0), None, meshes, max_grad_norm=None)
+    recorder = Recorder(model.parameters(), lr=0.0)
+    result = train_step(model, batches, recorder, None, meshes, max_grad_norm=None, gradient_accumulation=accumulation)
     loss = result.loss_share.clone()
     dist.all_reduce(loss)
     norm_errors = {str(p): abs(norms[p] - norm) / norm for p, norm in reference.norms.items()}

@@ -7,6 +7,7 @@ every gradient, the gradient norms, and the weights after two steps of SGD with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MixtralConfig,
     PretrainedConfig,
@@ -23,9 +25,11 @@ from transformers import (
     Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
 )
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from moesaic.data.batch import IGNORE_INDEX, Sample
+from moesaic.model.build import find_auto_class
+from moesaic.model.seam import find_experts
+from tests.families.configs import FIRST_TOKEN, tiny_config
 
 NUM_STEPS = 2
 # Rounding must not flip a route: the k-th and (k+1)-th score of every token are further apart than this.
@@ -45,9 +49,13 @@ COMMON = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A tiny model and its documents. ``vocabulary`` limits the tokens that occur: 2 leaves experts without any."""
+    """A tiny model and its documents. ``vocabulary`` limits the tokens that occur: 2 leaves experts without any.
+
+    ``is_listed``: the model is that of ``tests/families``; ``num_experts`` and ``tied`` have no effect then.
+    """
 
     family: str = "qwen3_moe"
+    is_listed: bool = False
     num_experts: int = 8
     tied: bool = False
     num_documents: int = 16
@@ -56,6 +64,8 @@ class Case:
     @property
     def name(self) -> str:
         tied = "-tied" if self.tied else ""
+        if self.is_listed:
+            return f"listed-{self.family}-d{self.num_documents}-v{self.vocabulary}"
         return f"{self.family}-e{self.num_experts}{tied}-d{self.num_documents}-v{self.vocabulary}"
 
 
@@ -64,6 +74,7 @@ class Reference:
     """What one process computed. Keys are the Hugging Face module's parameter names."""
 
     folder: Path
+    is_listed: bool
     documents: list[Sample]
     loss: float
     norms: dict[float, float]
@@ -73,6 +84,10 @@ class Reference:
 
 def build_config(case: Case) -> PretrainedConfig:
     """A tiny config of the case's family."""
+    if case.is_listed:
+        config = tiny_config(case.family)
+        config.get_text_config().initializer_range = 0.06  # as COMMON's; the default of 0.02 leaves small gradients
+        return config
     top_k = min(2, case.num_experts - 1)
     common = {**COMMON, "tie_word_embeddings": case.tied, "num_experts_per_tok": top_k}
     # Normalised weights of a single choice are always 1, and the router's gradient is then zero but for rounding.
@@ -114,7 +129,8 @@ def build_documents(case: Case) -> list[Sample]:
     documents = []
     for _ in range(case.num_documents):
         length = int(torch.randint(3, 15, (), generator=random))
-        ids = torch.randint(0, case.vocabulary, (length,), generator=random).tolist()
+        first = FIRST_TOKEN if case.is_listed else 0
+        ids = torch.randint(first, first + case.vocabulary, (length,), generator=random).tolist()
         prompt = int(torch.randint(0, length - 1, (), generator=random))
         labels = [IGNORE_INDEX if t < prompt else ids[t + 1] for t in range(length - 1)] + [IGNORE_INDEX]
         documents.append(Sample(input_ids=ids, labels=labels))
@@ -141,17 +157,25 @@ def load_reference(case: Case, root: Path) -> Reference:
     cached = folder / "reference.pt"
     if not cached.exists():
         _save_reference(case, folder, cached)
-    return Reference(folder, build_documents(case), **torch.load(cached))
+    return Reference(folder, case.is_listed, build_documents(case), **torch.load(cached))
 
 
 def _save_reference(case: Case, folder: Path, cached: Path) -> None:
     for seed in range(200):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(build_config(case), experts_implementation="eager").float()
+        config = build_config(case)
+        model = find_auto_class(config).from_config(config, experts_implementation="eager").float()
         _spread_routers(model)
         _slow_decays(model)
+        _spread_hashes(model)
+        documents = build_documents(case)
+        with torch.no_grad(), _RouteGap() as gap:
+            for document in documents:
+                model(input_ids=torch.tensor([document.input_ids]), use_cache=False)
+        if gap.smallest < MIN_ROUTE_GAP:
+            continue
         model.save_pretrained(folder)
-        result = _run(model, build_documents(case))
+        result = _run(model, documents)
         if result is not None:
             torch.save(result, cached)
             return
@@ -159,11 +183,24 @@ def _save_reference(case: Case, folder: Path, cached: Path) -> None:
 
 
 def _spread_routers(model: PreTrainedModel) -> None:
-    """Routers as decided as a trained model's: with the initial 0.02 all scores would nearly tie."""
+    """Routers as decided as a trained model's: with the initial 0.02 all scores would nearly tie.
+
+    A router is what stands beside the experts under one of these names.
+    """
     with torch.no_grad():
-        for module in model.modules():
-            if type(module).__name__.endswith("TopKRouter"):
-                nn.init.normal_(module.get_parameter("weight"), std=0.15)
+        for name in find_experts(model):
+            for child, module in model.get_submodule(name.rpartition(".")[0]).named_children():
+                for param in module.parameters() if child in ("gate", "router") else ():
+                    if param.ndim == 2:
+                        nn.init.normal_(param, std=1.2 / math.sqrt(param.size(1)))
+
+
+def _spread_hashes(model: PreTrainedModel) -> None:
+    """deepseek_v4's first layers choose experts by token id, from a table that is all zeros before it is loaded."""
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            num_experts = model.config.get_text_config().n_routed_experts
+            table.copy_(torch.rand(table.size(0), num_experts).argsort(dim=-1)[:, : table.size(1)])
 
 
 def _slow_decays(model: PreTrainedModel) -> None:
@@ -185,7 +222,7 @@ def _run(model: PreTrainedModel, documents: list[Sample]) -> dict[str, Any] | No
                 param.copy_(start[key])
         optimizer = build_optimizer(model.parameters())
         for step in range(NUM_STEPS):
-            with _RouteGap(model) as gap:
+            with _RouteGap() as gap:
                 loss = backward_in_one_process(model, documents)
             if gap.smallest < MIN_ROUTE_GAP:
                 return None
@@ -212,25 +249,23 @@ def backward_in_one_process(model: PreTrainedModel, documents: list[Sample]) -> 
     return total / num_tokens
 
 
-class _RouteGap:
-    """Smallest distance between the k-th and the (k+1)-th routing score of any token, over the forwards inside."""
+class _RouteGap(TorchDispatchMode):
+    """Smallest distance between the k-th and the (k+1)-th score of any ``topk`` inside: of experts, or of groups.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Scores that a mask has taken out don't compete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self.smallest = float("inf")
-        self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        self._top_k = model.config.num_experts_per_tok
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> _RouteGap:
-        assert self._routers
-        self._handles = [router.register_forward_hook(self._measure) for router in self._routers]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _measure(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        scores = output[0].detach().float().softmax(-1).sort(descending=True).values
-        gap = (scores[..., self._top_k - 1] - scores[..., self._top_k]).min().item()
-        self.smallest = min(self.smallest, gap)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            scores, top_k = args[0].float(), args[1]
+            if top_k < scores.size(-1):
+                ordered = scores.sort(descending=True).values
+                chosen, next_one = ordered[..., top_k - 1], ordered[..., top_k]
+                gaps = (chosen - next_one)[next_one.isfinite()]
+                self.smallest = min([self.smallest, *gaps.flatten().tolist()])
+        return out

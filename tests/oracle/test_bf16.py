@@ -7,7 +7,7 @@ so the bounds are those of one process that computes in bf16 itself: measured he
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,11 @@ CELLS: dict[str, Cell] = {
     "ep4": Cell(world_size=4, sizes={"ep_size": 4}, options=COMPUTE),
     "hsdp2-ep2-edp2": Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2}, options=COMPUTE),
     "ep2-efsdp2-stored-in-bf16": Cell(world_size=4, sizes={"ep_size": 2}, options=STORAGE),
+    "ep4-stored-in-bf16": Cell(world_size=4, sizes={"ep_size": 4}, options=STORAGE),
+    "hsdp2-ep2-edp2-stored-in-bf16": Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2}, options=STORAGE),
+    "custom-stored-in-bf16": Cell(
+        world_size=4, sizes={"ep_size": 2}, options=replace(STORAGE, fsdp_implementation="custom")
+    ),
 }
 
 

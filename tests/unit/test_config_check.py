@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from moesaic.config import ParallelSizes, Problem, Recipe, check_recipe, num_micro_batches, resolve_sizes
 from moesaic.config.parallel import ep_size_problem, is_legal_ep_size
+from moesaic.specs.base import NUM_EXPERTS_FIELDS
+from moesaic.specs.refused import REFUSED_FAMILIES
 from tests.unit.model_folders import write_model_folder
 
 
@@ -38,11 +40,8 @@ def moesaic(**fields: object) -> dict[str, object]:
         ({"stage": "rl"}, "stage"),
         ({"tp_size": 2}, "tp_size"),
         ({"cp_size": 2}, "cp_size"),
-        ({"offload": True}, "offload"),
         (moesaic(ep_dispatcher="fused"), "dist_config.ep_dispatcher"),
         (moesaic(ep_dispatcher="auto"), "dist_config.ep_dispatcher"),
-        ({"dist_config": {"name": "fsdpturbo", "fsdp_implementation": "custom"}}, "dist_config.fsdp_implementation"),
-        ({"dist_config": {"name": "fsdpturbo", "hook_modules": ["a"]}}, "dist_config.hook_modules"),
     ],
 )
 def test_what_is_known_but_does_not_work_yet(model: Path, fields: dict[str, object], field: str) -> None:
@@ -75,6 +74,42 @@ def test_sizes_multiply_to_the_ranks(
     found = find(model, fields, world_size)
     assert list(found) == ([field] if field else [])
     assert [problem.remedy for problem in found.values()] == ([remedy] if remedy else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "part"),
+    [
+        ({"exchanged_tokens": "recompute", **moesaic()}, "exchanged_tokens", "activation_checkpointing"),
+        (
+            {"exchanged_tokens": "recompute", "activation_checkpointing": True},
+            "exchanged_tokens",
+            "exchanges no tokens",
+        ),
+        ({"exchanged_tokens": "recompute", "activation_checkpointing": True, **moesaic()}, None, ""),
+        (moesaic(fsdp_implementation="custom"), "dist_config.fsdp_implementation", "ep_size 1"),
+        (moesaic(fsdp_implementation="custom", ep_size=3), None, ""),
+        (
+            {
+                "dist_config": {
+                    "name": "fsdpturbo",
+                    "ep_size": 3,
+                    "fsdp_implementation": "custom",
+                    "hook_modules": ["a"],
+                }
+            },
+            "dist_config.hook_modules",
+            "a block's one unit",
+        ),
+        ({"dist_config": {"name": "fsdpturbo", "hook_modules": ["a"]}}, None, ""),
+        ({"offload": True, "gradient_accumulation": "unsharded", **moesaic()}, None, ""),
+    ],
+)
+def test_memory_options_that_do_not_go_together(
+    model: Path, fields: dict[str, object], field: str | None, part: str
+) -> None:
+    found = find(model, fields, world_size=3)
+    assert list(found) == ([field] if field else [])
+    assert all(part in problem.rule for problem in found.values())
 
 
 def test_without_a_number_of_ranks_sizes_that_imply_none_are_not_checked(model: Path) -> None:
@@ -125,8 +160,28 @@ def test_families_without_a_spec(model: Path) -> None:
     assert find(model, {}) == {}, "path A takes any model"
     found = find(model, moesaic())
     assert found.keys() == {"model"}
-    assert found["model"].rule.startswith("model_type llama ")
-    assert all(name in found["model"].rule for name in ("qwen3_moe", "qwen2_moe", "qwen3_5_moe", "mixtral"))
+    assert "(model_type llama) has no experts" in found["model"].rule and "fsdp2" in found["model"].remedy
+
+
+@pytest.mark.parametrize("config", [{}, {"num_local_experts": 0}, {"num_experts": 8, "enable_moe_block": False}])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_family_may_be_configured_without_experts(model: Path, config: dict[str, object], is_part: bool) -> None:
+    write_model_folder(model, {"model_type": "gemma4", **({"text_config": config} if is_part else config)})
+    assert "has no experts" in find(model, moesaic())["model"].rule
+
+
+@pytest.mark.parametrize("field", NUM_EXPERTS_FIELDS)
+def test_experts_are_counted_under_every_familys_name(model: Path, field: str) -> None:
+    write_model_folder(model, {"model_type": "any_at_all", field: 9})
+    assert find(model, moesaic(ep_size=4)).keys() == {"dist_config.ep_size"}
+    assert find(model, moesaic(ep_size=3)) == {}
+
+
+@pytest.mark.parametrize("model_type", REFUSED_FAMILIES)
+def test_families_that_cannot_be_trained_are_refused_by_name(model: Path, model_type: str) -> None:
+    write_model_folder(model, {"model_type": model_type, "num_experts": 8})
+    assert find(model, {}) == {}
+    assert find(model, moesaic())["model"].rule.endswith(f": {REFUSED_FAMILIES[model_type]}")
 
 
 def test_experts_may_be_counted_in_text_config(model: Path) -> None:
@@ -197,13 +252,6 @@ def test_files_that_a_model_lacks(model: Path) -> None:
     assert "readable" in find(model, {})["model"].rule
 
 
-@pytest.mark.parametrize("where", ["config", "text_config"])
-def test_the_routers_own_loss_is_not_dropped_silently(model: Path, where: str) -> None:
-    own = {"num_experts": 8, "output_router_logits": True}
-    write_model_folder(model, {"model_type": "qwen3_5_moe", **(own if where == "config" else {where: own})})
-    assert find(model, moesaic())["model"].rule.startswith("not yet: output_router_logits")
-
-
 def write_checkpoints(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).mkdir(parents=True)
@@ -253,3 +301,19 @@ def test_sizes_say_all_that_is_wrong() -> None:
     assert "mp_replicate_size: 3" in str(caught.value) and "ep_size: 5" in str(caught.value)
     with pytest.raises(ValueError, match="ep_size: 0: must be at least 1"):
         ParallelSizes(world_size=8, ep_size=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "part"),
+    [
+        ({"load_best_model_at_end": True}, "load_best_model_at_end", "samples to evaluate on"),
+        ({"dump": {"steps": [2, 5]}, "max_steps": 4}, "dump.steps", "ends after max_steps: 4"),
+        ({"dump": {"steps": [4]}, "max_steps": 4}, None, ""),
+        ({"dump": {"steps": []}}, "dump.steps", "names nothing"),
+        ({"dump": {"steps": [1], "what": []}}, "dump.what", "names nothing"),
+    ],
+)
+def test_what_a_run_leaves_behind(model: Path, fields: dict[str, object], field: str | None, part: str) -> None:
+    found = find(model, fields)
+    assert list(found) == ([field] if field else [])
+    assert all(part in problem.rule for problem in found.values())

@@ -90,7 +90,8 @@ def test_overrides_reach_into_sections(load: Load) -> None:
     assert recipe.dist_config == MoesaicConfig(name="moesaic", ep_size=4)
     assert recipe.optim_config.betas == (0.5, 0.6)
     assert recipe.max_steps is None
-    assert (recipe.train_dataset.format, Path(recipe.train_dataset.path).name) == ("alpaca", "train.jsonl")
+    (dataset,) = recipe.train_dataset
+    assert (dataset.format, Path(dataset.path).name) == ("alpaca", "train.jsonl")
     assert load("dist_config: {name: moesaic, ep_size: 4}", "dist_config={name: fsdp2}").ep_size == 1
 
 

@@ -31,7 +31,7 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 MARKS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
 
 # More fields are more to learn, to document and to combine: raising this number is a decision.
-NUM_FIELDS = 63
+NUM_FIELDS = 80
 
 # Recipe -> ranks, and the model whose config.json it needs.
 SHIPPED = {
@@ -80,7 +80,7 @@ def test_docs_list_the_fields_as_they_are() -> None:
 def test_every_field_says_what_it_is_and_whose() -> None:
     for field in list_fields():
         assert field.description.endswith("."), field.path
-        assert field.origin in ("FSDPTurbo", "LLaMA-Factory v1", "moesaic"), field.path
+        assert field.origin in ("FSDPTurbo", "LLaMA-Factory v1", "Hugging Face", "moesaic"), field.path
         assert "|" not in field.description
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from moesaic.data import build_sft_dataset, build_sft_dataset_from_rows, choose_pad_token_id
+from moesaic.data import build_dataset, build_dataset_from_rows, choose_pad_token_id
 from moesaic.data.formats import FORMATS, Message, detect_format, load_rows, to_messages
 from tests.unit.data_tokenizers import build_tokenizer
 
@@ -166,7 +166,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
 def test_bad_samples_are_named_and_counted(tmp_path):
     path = Path(write(tmp_path, "data.jsonl", [row for row, _ in BAD_ROWS] + [GOOD]))
     path.write_text(path.read_text(encoding="utf-8") + '{"messages": [\n', encoding="utf-8")
-    samples, report = build_sft_dataset(str(path), build_tokenizer(), 32)
+    samples, report = build_dataset(str(path), build_tokenizer(), 32)
     assert len(samples) == report.num_good == 1
     assert report.num_rows == len(BAD_ROWS) + 2
     reasons = [reason for _, reason in BAD_ROWS]
@@ -184,52 +184,52 @@ def test_alpaca_and_sharegpt_reasons():
         ([{**ROWS["alpaca"], "history": ["ab"]}, ROWS["alpaca"]], r"history\[0\]: expected \[instruction, answer\]"),
         ([{"conversations": [{"from": "bot", "value": "a"}]}, ROWS["sharegpt"]], "from: 'bot' is not one of"),
     ]:
-        _, report = build_sft_dataset_from_rows(rows, tokenizer, 128)
+        _, report = build_dataset_from_rows(rows, tokenizer, 128)
         assert [bad.index for bad in report.bad] == [0]
         with pytest.raises(ValueError, match=rf"'rows' has no good sample\n(?s:.*){reason}"):
-            build_sft_dataset_from_rows(rows[:1], tokenizer, 128)
+            build_dataset_from_rows(rows[:1], tokenizer, 128)
 
 
 def test_printed_report_counts_what_it_does_not_name():
-    _, report = build_sft_dataset_from_rows([turns()] * 25 + [GOOD], build_tokenizer(), 32)
+    _, report = build_dataset_from_rows([turns()] * 25 + [GOOD], build_tokenizer(), 32)
     assert "25 bad samples left out" in str(report)
     assert "5 more: empty: no user or assistant turn" in str(report)
 
 
 def test_labels_are_shifted_and_cut():
     tokenizer = build_tokenizer()
-    samples, report = build_sft_dataset_from_rows([GOOD], tokenizer, 64)
+    samples, report = build_dataset_from_rows([GOOD], tokenizer, 64)
     sample = samples[0]
     answer = tokenizer("hello<|im_end|>")["input_ids"]
     positions = [position for position, label in enumerate(sample.labels) if label != -100]
     assert [sample.labels[position] for position in positions] == answer
     assert [sample.input_ids[position + 1] for position in positions] == answer
-    assert report.num_loss_tokens == len(answer) and report.num_truncated == 0
+    assert report.num_loss_tokens == len(answer) and report.num_cut == 0
 
-    cut, report = build_sft_dataset_from_rows([GOOD], tokenizer, positions[0] + 2)
+    cut, report = build_dataset_from_rows([GOOD], tokenizer, positions[0] + 2)
     assert cut[0].input_ids == sample.input_ids[: positions[0] + 2]
     assert memoryview(sample.input_ids).itemsize == memoryview(sample.labels).itemsize == 4  # a list takes 44 a token
     # one answer token is left as a target; the last position has no next token
     assert list(cut[0].labels) == [-100] * positions[0] + [answer[0], -100]
-    assert report.num_truncated == 1
+    assert report.num_cut == 1
 
 
 def test_prompt_completion_without_a_template():
     tokenizer = build_tokenizer(None)
     rows = [{"prompt": "the sum? ", "completion": "12"}]
-    samples, report = build_sft_dataset_from_rows(rows, tokenizer, 64)
+    samples, report = build_dataset_from_rows(rows, tokenizer, 64)
     assert tokenizer.decode(samples[0].input_ids) == "the sum? 12<|im_end|>"
     assert [label for label in samples[0].labels if label != -100] == tokenizer("12<|im_end|>")["input_ids"]
     assert report.masking.method == "completion"
     with pytest.raises(ValueError, match="no chat_template"):
-        build_sft_dataset_from_rows([GOOD], tokenizer, 64)
+        build_dataset_from_rows([GOOD], tokenizer, 64)
 
 
 def test_empty_dataset_and_tiny_cutoff():
     with pytest.raises(ValueError, match="is empty"):
-        build_sft_dataset_from_rows([], build_tokenizer(), 64)
+        build_dataset_from_rows([], build_tokenizer(), 64)
     with pytest.raises(ValueError, match="cutoff_len=1"):
-        build_sft_dataset_from_rows([GOOD], build_tokenizer(), 1)
+        build_dataset_from_rows([GOOD], build_tokenizer(), 1)
 
 
 def test_pad_token():

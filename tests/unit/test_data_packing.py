@@ -97,6 +97,7 @@ def test_packed_batch():
     assert batch.labels.tolist() == [[*first.labels, *second.labels, -100, -100, -100] + [-100] * 8]
     assert batch.labels[0, 2] == -100  # the first document's last token doesn't predict the second's first
     assert batch.document_lengths == (3, 2)  # neither the padding nor the row without documents
+    assert batch.real_tokens.tolist() == [[True] * 5 + [False] * 11]
 
 
 @pytest.mark.parametrize("lengths", [[4, 1, 9, 9, 7], [16, 16], [3, 16]])
@@ -121,6 +122,7 @@ def test_padded_batch():
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
     assert int(count_loss_tokens(batch.labels)) == first.num_loss_tokens + second.num_loss_tokens
     assert batch.document_lengths == (3, 2)
+    assert batch.real_tokens.sum(1).tolist() == [3, 2, 0]  # the mask's lone 1 in an empty row is no token
     assert collate([first, second], [()], PADDED).input_ids.shape == (1, 1)
 
 
@@ -134,6 +136,7 @@ def test_moved_batch_is_equal():
     batch = collate([build_sample(3, 1)], [(0,)], PADDED)
     moved = batch.to("meta")
     assert moved.document_lengths == batch.document_lengths == (3,)
+    assert moved.real_tokens.device.type == "meta"
     assert moved.labels.device.type == moved.attention_mask.device.type == "meta"  # type: ignore[union-attr]
     assert collate([build_sample(3, 1)], [(0,)], PACKED).to("meta").attention_mask is None
     assert torch.equal(batch.to("cpu").position_ids, batch.position_ids)

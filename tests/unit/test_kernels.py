@@ -29,7 +29,6 @@ from moesaic.kernels import (
 )
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
-from moesaic.specs import find_spec
 from moesaic.weights import export_hf, load_weights
 from tests.unit.tiny_checkpoints import assert_same_state, tiny_config
 
@@ -322,8 +321,16 @@ def test_weights_of_the_whole_model_with_its_vision_tower_load_into_the_text_mod
     modeling.Qwen3_5MoeForConditionalGeneration(config).save_pretrained(tmp_path)
     model = build_on_meta(tmp_path, attn_implementation="sdpa", dtype=torch.float32)
     materialize(model, "cpu")
-    report = load_weights(model, tmp_path, find_spec(model.config.model_type))
+    report = load_weights(model, tmp_path)
     assert_same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     assert report.ignored_keys and all(key.startswith("model.visual.") for key in report.ignored_keys)
-    export_hf(model, tmp_path / "text", spec=find_spec(model.config.model_type))
+    # The export is the whole model again, the text model in it trained: both classes load it.
+    export_hf(model, tmp_path / "whole")
+    assert_same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32))
+    whole, info = modeling.Qwen3_5MoeForConditionalGeneration.from_pretrained(
+        tmp_path / "whole", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert_same_state(whole, modeling.Qwen3_5MoeForConditionalGeneration.from_pretrained(tmp_path))
+    export_hf(model, tmp_path / "text", keep_unused=False)
     assert_same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32))

@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moesaic.model.seam import find_experts
 from moesaic.specs import find_spec
+from moesaic.train.evaluate import HeldOut
 from moesaic.train.flops import ModelFlops, build_model_flops, num_active_params, num_causal_pairs, peak_flops_per_s
 from moesaic.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 
@@ -53,7 +55,7 @@ def test_flops_are_those_that_torch_counts() -> None:
     model = LlamaForCausalLM(config)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(2, 64, dtype=torch.int64), use_cache=False).logits.sum().backward()
-    ours = build_model_flops(model, None).total(num_tokens=2 * 64, num_pairs=2 * 64 * 64)
+    ours = build_model_flops(model, find_spec("llama")).total(num_tokens=2 * 64, num_pairs=2 * 64 * 64)
     # the norms' weights are in N and no matrix product to torch; the rotary angles are one to torch
     assert counter.get_total_flops() == pytest.approx(ours, rel=5e-3)
 
@@ -74,7 +76,7 @@ def test_active_params_count_a_quarter_of_the_experts_and_the_head_once(tie: boo
     per_layer += 2 * 8 + 4 * 8  # norms, router
     per_layer += 3 * 8 * 4  # one of four experts
     expected = 2 * per_layer + 8 + 16 * 8
-    assert num_active_params(model, find_spec("qwen3_moe"), top_k=1) == expected
+    assert num_active_params(model, find_experts(model), top_k=1) == expected
     assert build_model_flops(model, find_spec("qwen3_moe")) == ModelFlops(per_token=6 * expected, per_pair=12 * 2 * 8)
 
 
@@ -86,7 +88,7 @@ def test_linear_attention_has_no_pairs() -> None:
 
 
 def test_active_params_of_a_model_without_experts() -> None:
-    assert num_active_params(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), None, 1) == 8
+    assert num_active_params(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), {}, 1) == 8
 
 
 def test_peak_is_known_by_name_and_unknown_otherwise() -> None:
@@ -108,12 +110,18 @@ def test_writer_fills_console_jsonl_and_tensorboard(tmp_path: Path) -> None:
     screen = io.StringIO()
     writer = MetricsWriter(tmp_path, num_steps=10, console=Console(file=screen, width=300))
     writer.write_step(METRICS)
-    writer.write_eval(3, loss=2.5, num_loss_tokens=40)
+    writer.write_eval(3, HeldOut(sets={"held out": (2.5, 40)}))
     writer.close()
     train_line, eval_line = read_lines(tmp_path / "metrics.jsonl")
     assert train_line["kind"] == "train" and train_line["loss"] == 1.25 and train_line["memory_gib"] == [1.0, 2.0]
     assert train_line["expert_load"] == {"layers.0": 1.5, "layers.1": 2.5}
-    assert eval_line == {"kind": "eval", "step": 3, "loss": 2.5, "num_loss_tokens": 40}
+    assert eval_line == {
+        "kind": "eval",
+        "step": 3,
+        "loss": 2.5,
+        "num_loss_tokens": 40,
+        "sets": {"held out": {"loss": 2.5, "num_loss_tokens": 40}},
+    }
     assert screen.getvalue().splitlines() == [
         "step  3/10  loss 1.2500  norm 0.500  lr 1.00e-04  1,234 tok/s  0.5 TFLOP/s per rank  MFU n/a  2.00 GiB  "
         "expert load max/mean 2.50",

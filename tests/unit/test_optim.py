@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from moesaic.config import Recipe, check_recipe
 from moesaic.config.recipe import LrSchedulerConfig, OptimConfig
 from moesaic.train.optim import build_optimizer, build_scheduler, lr_factor, warmup_steps
 
@@ -70,6 +71,33 @@ def test_a_shard_is_updated_like_the_same_slice_of_the_whole() -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach())
+
+
+def test_foreach_computes_what_fused_does() -> None:
+    torch.manual_seed(0)
+    weights, gradient = torch.randn(5, 4), torch.randn(5, 4)
+    results = []
+    for implementation in ("fused", "foreach"):
+        param = nn.Parameter(weights.clone())
+        param.grad = gradient.clone()
+        config = OptimConfig(implementation=implementation, weight_decay=0.1)
+        optimizer = build_optimizer(nn.ParameterList([param]), config, 0.01)
+        assert (
+            optimizer.param_groups[0][implementation]
+            and sum(bool(optimizer.param_groups[0][name]) for name in ("fused", "foreach")) == 1
+        )
+        optimizer.step()
+        results.append(param.detach())
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+
+
+def test_muon_is_refused_because_torch_refuses_stacked_experts() -> None:
+    """The day this fails, the recipe's refusal has lost its reason."""
+    with pytest.raises(ValueError, match="only supports 2D"):
+        torch.optim.Muon([nn.Parameter(torch.ones(4, 3, 2))])
+    recipe = Recipe.model_validate({"model": "m", "train_dataset": "d", "optim_config": {"name": "muon"}})
+    (problem,) = [problem for problem in check_recipe(recipe) if problem.field == "optim_config.name"]
+    assert "stacks" in problem.rule and "adamw" in problem.remedy
 
 
 def test_nothing_to_train_is_an_error() -> None:

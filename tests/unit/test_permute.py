@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.autograd import gradcheck
 
-from moesaic.ops.grouped_mm import grouped_linear
+from moesaic.ops.grouped_mm import add_group_bias, grouped_linear
 from moesaic.ops.permute import invert, reorder_rows, repeat_rows, weighted_sum
 
 
@@ -30,6 +31,18 @@ def test_the_output_is_no_view() -> None:
     out = weighted_sum(torch.randn(4, 3, requires_grad=True), torch.rand(2, 2), torch.arange(4), torch.arange(4))
     assert not out._is_view()
     out += 1.0
+
+
+def test_weights_in_fp32_are_not_rounded_to_bf16_rows() -> None:
+    """As in transformers' own experts: 256 * (1 + 2^-10) - 256 * 1 is 0.25; in bf16, both weights would be 1."""
+    rows = torch.tensor([[256.0], [-256.0]], dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.tensor([[1 + 2**-10, 1.0]], requires_grad=True)
+    out = weighted_sum(rows, weights, torch.arange(2), torch.arange(2))
+    assert out.dtype == torch.bfloat16 and out.item() == 0.25
+    (3 * out).sum().backward()
+    assert weights.grad is not None and weights.grad.dtype == torch.float32
+    assert weights.grad.tolist() == [[768.0, -768.0]]
+    assert rows.grad is not None and rows.grad.dtype == torch.bfloat16 and rows.grad.tolist() == [[3.0], [3.0]]
 
 
 def test_gradients() -> None:
@@ -59,3 +72,25 @@ def test_an_expert_without_rows_gets_a_zero_gradient() -> None:
     torch.testing.assert_close(out, torch.cat([rows[:2] @ weight[0].T, rows[2:] @ weight[2].T]))
     out.square().sum().backward()
     assert weight.grad is not None and (weight.grad[1] == 0).all() and (weight.grad[0] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_each_group_gets_its_own_bias(dtype: torch.dtype, is_transposed: bool) -> None:
+    x, weight, bias = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((5, 8), (3, 16, 8), (3, 16)))
+    given = weight.transpose(1, 2).contiguous() if is_transposed else weight
+    out = grouped_linear(x, given, torch.tensor([2, 2, 5], dtype=torch.int32), bias, is_transposed)
+    expected = torch.cat([x[:2] @ weight[0].T + bias[0], x[2:] @ weight[2].T + bias[2]])
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (x, weight, bias), upstream)
+    for ours_one, theirs in zip(ours, torch.autograd.grad(expected, (x, weight, bias), upstream), strict=True):
+        torch.testing.assert_close(ours_one, theirs)
+    assert (ours[2][1] == 0).all()
+
+
+def test_biases_without_any_rows_get_zero_gradients() -> None:
+    bias = torch.randn(3, 16, requires_grad=True)
+    x = torch.empty(0, 16, requires_grad=True)
+    add_group_bias(x, bias, torch.zeros(3, dtype=torch.int32)).sum().backward()
+    assert bias.grad is not None and (bias.grad == 0).all() and bias.grad.shape == (3, 16)

@@ -13,10 +13,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 import moesaic.weights.export as export_module
-from moesaic.specs import find_spec
 from moesaic.weights import export_hf, load_weights
-from moesaic.weights.export_plan import Share, plan_export
-from moesaic.weights.keys import HubTensor
+from moesaic.weights.export_plan import Entry, FileEntry, Share, plan_export
+from moesaic.weights.tiles import Grid
 from tests.unit.tiny_checkpoints import MODEL_TYPES, assert_same_state, save_tiny
 
 
@@ -40,7 +39,7 @@ def keys_of(folder: Path) -> set[str]:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_plain_transformers_loads_it_bit_for_bit(model_type: str, tied: bool, tmp_path: Path) -> None:
     reference = save_tiny(tmp_path / "hub", model_type, tie_word_embeddings=tied)
-    export_hf(reference, tmp_path / "out", spec=find_spec(model_type), tokenizer_folder=tmp_path / "hub")
+    export_hf(reference, tmp_path / "out", tokenizer_folder=tmp_path / "hub")
     assert_same_state(load_strictly(tmp_path / "out"), reference)
     if model_type != "qwen3_5_moe_text":  # transformers writes its experts apart, the Hub holds them stacked
         assert keys_of(tmp_path / "out") == keys_of(tmp_path / "hub")
@@ -55,7 +54,7 @@ def test_the_config_holds_nothing_of_the_run(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "qwen3_moe")
     model.config._experts_implementation = "eager"
     model.config._attn_implementation = "eager"
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"))
+    export_hf(model, tmp_path / "out")
     text = (tmp_path / "out" / "config.json").read_text()
     assert "implementation" not in text
     assert json.loads(text)["architectures"] == ["Qwen3MoeForCausalLM"]
@@ -64,7 +63,7 @@ def test_the_config_holds_nothing_of_the_run(tmp_path: Path) -> None:
 def test_files_keep_to_their_limit_and_the_index_names_them(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "qwen3_moe")
     limit = 8 * 1024
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"), max_shard_gib=limit / 2**30)
+    export_hf(model, tmp_path / "out", max_shard_gib=limit / 2**30)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
@@ -79,14 +78,14 @@ def test_files_keep_to_their_limit_and_the_index_names_them(tmp_path: Path) -> N
 
 def test_a_stack_can_be_exported_for_families_that_keep_it(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "qwen3_5_moe_text")
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen3_5_moe"))
+    export_hf(model, tmp_path / "out")
     assert "model.layers.0.mlp.experts.gate_up_proj" in " ".join(keys_of(tmp_path / "out"))
     assert_same_state(load_strictly(tmp_path / "out"), model)
 
 
 def test_cast_to_another_dtype(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "mixtral")
-    export_hf(model, tmp_path / "out", spec=find_spec("mixtral"), dtype=torch.bfloat16)
+    export_hf(model, tmp_path / "out", dtype=torch.bfloat16)
     loaded = load_strictly(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     assert_same_state(loaded, model.to(torch.bfloat16))
@@ -95,7 +94,7 @@ def test_cast_to_another_dtype(tmp_path: Path) -> None:
 def test_what_the_family_keeps_in_fp32_is_not_cast(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "mixtral")
     model._keep_in_fp32_modules_strict = {"norm"}
-    export_hf(model, tmp_path / "out", spec=find_spec("mixtral"), dtype=torch.bfloat16)
+    export_hf(model, tmp_path / "out", dtype=torch.bfloat16)
     for file in (tmp_path / "out").glob("*.safetensors"):
         with safe_open(file, framework="pt") as handle:
             for key in handle.keys():
@@ -107,12 +106,12 @@ def test_what_the_family_keeps_in_fp32_is_not_cast(tmp_path: Path) -> None:
 
 def test_our_own_loader_reads_it_back(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "qwen2_moe")
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen2_moe"))
+    export_hf(model, tmp_path / "out")
     other = save_tiny(tmp_path / "other", "qwen2_moe")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
-    load_weights(other, tmp_path / "out", find_spec("qwen2_moe"))
+    load_weights(other, tmp_path / "out")
     assert_same_state(other, model)
 
 
@@ -120,7 +119,7 @@ def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "qwen3_moe")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "training_args.bin"):
         (tmp_path / "hub" / name).write_text(name)
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"), tokenizer_folder=tmp_path / "hub")
+    export_hf(model, tmp_path / "out", tokenizer_folder=tmp_path / "hub")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "chat_template.jinja"
     assert (tmp_path / "out" / "tokenizer.json").exists() and (tmp_path / "out" / "tokenizer_config.json").exists()
     assert not (tmp_path / "out" / "training_args.bin").exists()
@@ -129,13 +128,13 @@ def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hub", "qwen3_moe")
     with pytest.raises(ValueError, match=r"folder=.*isn't empty.*Name another folder"):
-        export_hf(model, tmp_path / "hub", spec=find_spec("qwen3_moe"))
+        export_hf(model, tmp_path / "hub")
     with pytest.raises(ValueError, match="max_shard_gib=0"):
-        export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"), max_shard_gib=0)
+        export_hf(model, tmp_path / "out", max_shard_gib=0)
     (tmp_path / "out").mkdir()  # empty: fine
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "left-by-a-killed-run").write_text("")
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"))
+    export_hf(model, tmp_path / "out")
     assert not (tmp_path / "out" / "left-by-a-killed-run").exists()
 
 
@@ -147,14 +146,15 @@ def test_a_disk_that_is_full_leaves_no_folder(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(export_module, "_header", full)
     with pytest.raises(OSError, match="No space left"):
-        export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"))
+        export_hf(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def share(name: str, num_rows: list[int], stream: int = 0, dtype: torch.dtype = torch.float32) -> Share:
     """A share of vectors of these lengths, which ranks 4 and 7 may write."""
     entries = tuple(
-        HubTensor(key=f"{name}.{i}", shape=(rows,), offset=(0,), size=(rows,)) for i, rows in enumerate(num_rows)
+        Entry(key=f"{name}.{i}", shape=(rows,), tiles=Grid.whole(f"{name}.{i}", (rows,)).tiles)
+        for i, rows in enumerate(num_rows)
     )
     return Share(
         name=name, offset=(0,), size=(8,), dtype=dtype, holders=(), writers=(4, 7), stream=stream, entries=entries
@@ -181,7 +181,7 @@ def test_plan_never_begins_a_tensor_at_an_offset_that_cannot_be_mapped() -> None
         max_file_bytes=1000,
     )
     assert [list(file.tensors) for file in plan.files] == [["a.0"], ["b.0", "c.0"]]
-    assert plan.files[1].tensors["c.0"] == (torch.bfloat16, (1,), 8)
+    assert plan.files[1].tensors["c.0"] == FileEntry(dtype="BF16", shape=(1,), start=8, num_bytes=2)
 
 
 def test_one_parameter_at_a_time_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,5 +199,5 @@ def test_one_parameter_at_a_time_is_held(tmp_path: Path, monkeypatch: pytest.Mon
         return box
 
     monkeypatch.setattr(export_module, "gather_share", watched)
-    export_hf(model, tmp_path / "out", spec=find_spec("qwen3_moe"))
+    export_hf(model, tmp_path / "out")
     assert len(alive) == len(list(model.parameters()))

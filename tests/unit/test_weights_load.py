@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
-from moesaic.specs import find_spec
 from moesaic.weights import load_weights
 from tests.unit.tiny_checkpoints import MODEL_TYPES, assert_same_state, counted_reads, save_tiny
 
@@ -38,7 +37,7 @@ def test_equals_from_pretrained(model_type: str, max_shard_size: str, tmp_path: 
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size != "1GB")
     model = build(tmp_path)
     with counted_reads() as counter:
-        report = load_weights(model, tmp_path, find_spec(model_type))
+        report = load_weights(model, tmp_path)
     assert_same_state(model, reference)
     assert counter["num_bytes"] == report.num_bytes_read == sum(p.nbytes for p in model.parameters())
     assert report.ignored_keys == ()
@@ -52,14 +51,14 @@ def test_stacked_files_without_renames_load_too(model_type: str, tmp_path: Path)
     reference = save_tiny(tmp_path, model_type)
     save_file(reference.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
     model = build(tmp_path)
-    load_weights(model, tmp_path, find_spec(model_type))
+    load_weights(model, tmp_path)
     assert_same_state(model, reference)
 
 
 def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe")
     model = build(tmp_path, torch.bfloat16)
-    load_weights(model, tmp_path, find_spec("qwen3_moe"))
+    load_weights(model, tmp_path)
     assert_same_state(model, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
 
 
@@ -75,13 +74,13 @@ def test_all_problems_come_at_once_and_nothing_is_read(tmp_path: Path) -> None:
     edit(tmp_path, break_it)
     model = build(tmp_path)
     with counted_reads() as counter, pytest.raises(ValueError, match="4 problems") as caught:
-        load_weights(model, tmp_path, find_spec("qwen3_moe"))
+        load_weights(model, tmp_path)
     message = str(caught.value)
     assert "missing: model.layers.1.mlp.experts.2.up_proj.weight [8, 16]" in message
     assert "shape: model.norm.weight is [17], model.norm.weight needs [16]" in message
     assert "dtype: model.layers.0.mlp.gate.weight is I8" in message
     assert "unknown: model.layers.0.mlp.experts.4.up_proj.weight" in message
-    assert "correct the family's ModelSpec" in message
+    assert "register_checkpoint_conversion_mapping" in message
     assert counter["num_bytes"] == 0
 
 
@@ -95,7 +94,7 @@ def test_what_the_class_declares_ignorable_is_listed(tmp_path: Path) -> None:
 
     edit(tmp_path, add)
     model = build(tmp_path)
-    report = load_weights(model, tmp_path, find_spec("qwen3_5_moe"))
+    report = load_weights(model, tmp_path)
     assert set(report.ignored_keys) == {
         "mtp.layers.0.weight",
         "model.visual.patch_embed.weight",
@@ -119,7 +118,7 @@ def test_tied_weights_are_read_once(held: str, tmp_path: Path) -> None:
     model = build(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with counted_reads() as counter:
-        report = load_weights(model, tmp_path, find_spec("qwen3_moe"))
+        report = load_weights(model, tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert_same_state(model, reference)
     extra = reference.lm_head.weight.nbytes if held == "both" else 0  # read to compare
@@ -131,7 +130,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(48, 16)}))
     with pytest.raises(ValueError, match=r"lm_head.weight is tied .* different values. Set tie_word_embeddings"):
-        load_weights(build(tmp_path), tmp_path, find_spec("qwen3_moe"))
+        load_weights(build(tmp_path), tmp_path)
 
 
 def test_persistent_buffers_are_loaded(tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_persistent_buffers_are_loaded(tmp_path: Path) -> None:
     model = build(tmp_path)
     model.model.register_buffer("scale", torch.tensor(0.0))
     model.model.register_buffer("counts", torch.tensor([0, 0]))
-    load_weights(model, tmp_path, find_spec("qwen3_moe"))
+    load_weights(model, tmp_path)
     assert model.model.scale == 3.0
     assert_same_state(model, reference)
 
@@ -155,10 +154,10 @@ def test_folders_that_hold_no_complete_weights(tmp_path: Path) -> None:
     index["weight_map"]["never.there"] = index["weight_map"]["lm_head.weight"]
     index_file.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"keys that its files don't hold: \['never.there'\]"):
-        load_weights(model, tmp_path, find_spec("qwen3_moe"))
+        load_weights(model, tmp_path)
     next(iter(tmp_path.glob("*.safetensors"))).unlink()
     with pytest.raises(ValueError, match="names files that aren't there"):
-        load_weights(model, tmp_path, find_spec("qwen3_moe"))
+        load_weights(model, tmp_path)
     index_file.unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor .* Give a complete model folder"):
-        load_weights(model, tmp_path, find_spec("qwen3_moe"))
+        load_weights(model, tmp_path)

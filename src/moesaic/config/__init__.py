@@ -7,6 +7,7 @@ from moesaic.config.problem import Problem, RecipeError
 from moesaic.config.recipe import (
     DatasetConfig,
     DistConfig,
+    DumpConfig,
     Fsdp2Config,
     FsdpTurboConfig,
     InitConfig,
@@ -15,11 +16,13 @@ from moesaic.config.recipe import (
     MoesaicConfig,
     OptimConfig,
     Recipe,
+    TrainDatasetConfig,
 )
 
 __all__ = [
     "DatasetConfig",
     "DistConfig",
+    "DumpConfig",
     "Fsdp2Config",
     "FsdpTurboConfig",
     "InitConfig",
@@ -31,6 +34,7 @@ __all__ = [
     "Problem",
     "Recipe",
     "RecipeError",
+    "TrainDatasetConfig",
     "check_recipe",
     "dump_recipe",
     "load_recipe",

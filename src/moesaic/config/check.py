@@ -6,16 +6,17 @@ Every check names the fields it reads, and runs unless one of them couldn't be r
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
+from moesaic.config.data_check import dataset_problems, mixing_problems
 from moesaic.config.model_check import model_problems, packing_problems
 from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
 from moesaic.config.problem import Problem, show
-from moesaic.config.recipe import DatasetConfig, Fsdp2Config, Recipe
+from moesaic.config.recipe import Fsdp2Config, FsdpTurboConfig, Recipe
 from moesaic.config.run_folder import run_folder_problems
 
 KERNEL_NAMES = ("auto", "flash-linear-attention")
@@ -24,20 +25,20 @@ KERNELS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 # owner/name, with @revision and :function where wanted.
 HUB_KERNEL = re.compile(r"[^/:@\s]+/[^/:@\s]+(?:@[^/:\s]+)?(?::[^/:\s]+)?")
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+# Values of report_to that are packages of their own.
+OPTIONAL_BOARDS = ("wandb",)
 # What the number of ranks may follow from.
 WORLD_FIELDS = ("dp_size", "mp_shard_size", "mp_replicate_size", "cp_size", "tp_size")
+
+# What runs can be trained for so far.
+STAGES = ("sft", "pt")
 
 # Known fields of which only one value works so far.
 ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
     {
-        "stage": "sft",
         "cp_size": 1,
         "tp_size": 1,
-        "offload": False,
         "dist_config.ep_dispatcher": "eager",
-        "dist_config.fsdp_implementation": "native",
-        "dist_config.hook_modules": (),
     }
 )
 
@@ -143,6 +144,12 @@ def _only_so_far(field: str) -> _Check:
     return _Check(needs=(field,), find=find)
 
 
+def _stage_problems(case: _Case) -> Iterable[Problem]:
+    if case.recipe.stage not in STAGES:
+        rule = f"not yet: {case.recipe.stage} is known, and only {' and '.join(STAGES)} work so far"
+        yield Problem(field="stage", value=case.recipe.stage, rule=rule, remedy="set one of these, or remove it")
+
+
 def _kernel_problems(case: _Case) -> Iterable[Problem]:
     config = case.recipe.kernel_config
     for field, names, known in (("name", config.names, KERNEL_NAMES), ("include_kernels", config.kernels, KERNELS)):
@@ -176,10 +183,72 @@ def _dtype_problems(case: _Case) -> Iterable[Problem]:
         )
 
 
+def _exchange_problems(case: _Case) -> Iterable[Problem]:
+    recipe = case.recipe
+    if recipe.exchanged_tokens == "keep":
+        return
+    field, value = "exchanged_tokens", recipe.exchanged_tokens
+    if isinstance(recipe.dist_config, Fsdp2Config):
+        rule, remedy = "dist_config.name: fsdp2 exchanges no tokens", "remove it, or choose dist_config.name: moesaic"
+        yield Problem(field=field, value=value, rule=rule, remedy=remedy)
+    if not recipe.activation_checkpointing:
+        rule = "nothing is computed again without activation_checkpointing"
+        yield Problem(field=field, value=value, rule=rule, remedy="set activation_checkpointing: true, or remove it")
+
+
+def _implementation_problems(case: _Case) -> Iterable[Problem]:
+    config = case.recipe.dist_config
+    if not isinstance(config, Fsdp2Config) and config.fsdp_implementation == "custom" and config.ep_size == 1:
+        yield Problem(
+            field="dist_config.fsdp_implementation",
+            value="custom",
+            rule="gives the experts of a block a mesh of their own, and with ep_size 1 there is only one",
+            remedy="set fsdp_implementation: native, or an ep_size of at least 2",
+        )
+    if isinstance(config, FsdpTurboConfig) and config.hook_modules and config.fsdp_implementation == "custom":
+        yield Problem(
+            field="dist_config.hook_modules",
+            value=config.hook_modules,
+            rule="under fsdp_implementation: custom a block's one unit gathers its experts",
+            remedy="remove it, or set fsdp_implementation: native",
+        )
+
+
 def _eval_problems(case: _Case) -> Iterable[Problem]:
-    if case.recipe.eval_steps is not None and case.recipe.eval_dataset is None:
+    if case.recipe.eval_steps is not None and not case.recipe.eval_dataset:
         rule, remedy = "needs samples to evaluate on", "set eval_dataset, or remove eval_steps"
         yield Problem(field="eval_steps", value=case.recipe.eval_steps, rule=rule, remedy=remedy)
+
+
+def _best_problems(case: _Case) -> Iterable[Problem]:
+    if case.recipe.load_best_model_at_end and not case.recipe.eval_dataset:
+        rule, remedy = "needs samples to evaluate on", "set eval_dataset, or remove load_best_model_at_end"
+        yield Problem(field="load_best_model_at_end", value=True, rule=rule, remedy=remedy)
+
+
+def _report_problems(case: _Case) -> Iterable[Problem]:
+    for name in OPTIONAL_BOARDS:
+        if name in case.recipe.report_to and importlib.util.find_spec(name) is None:
+            rule, remedy = f"the package {name} isn't installed", f"pip install 'moesaic[{name}]', or remove {name}"
+            yield Problem(field="report_to", value=case.recipe.report_to, rule=rule, remedy=remedy)
+
+
+def _optimizer_problems(case: _Case) -> Iterable[Problem]:
+    if case.recipe.optim_config.name == "muon":
+        rule = "torch's Muon takes matrices only, and experts are stacks of them"
+        yield Problem(field="optim_config.name", value="muon", rule=rule, remedy="set adamw, or remove it")
+
+
+def _dump_problems(case: _Case) -> Iterable[Problem]:
+    dump, max_steps = case.recipe.dump, case.recipe.max_steps
+    if dump is None:
+        return
+    for field, names in (("steps", dump.steps), ("params", dump.params), ("what", dump.what)):
+        if not names:
+            yield Problem(field=f"dump.{field}", value=[], rule="names nothing", remedy="name some, or remove dump")
+    if max_steps is not None and any(step > max_steps for step in dump.steps):
+        rule, remedy = f"the run ends after max_steps: {max_steps}", f"name steps from 1 to {max_steps}"
+        yield Problem(field="dump.steps", value=dump.steps, rule=rule, remedy=remedy)
 
 
 def _schedule_problems(case: _Case) -> Iterable[Problem]:
@@ -194,13 +263,6 @@ def _schedule_problems(case: _Case) -> Iterable[Problem]:
     if max_steps is not None and schedule.warmup_steps > max_steps:
         rule, remedy = f"warm-up must end within max_steps: {max_steps}", f"set at most {max_steps}"
         yield Problem(field=f"{section}.warmup_steps", value=schedule.warmup_steps, rule=rule, remedy=remedy)
-
-
-def _missing_file(field: str, dataset: DatasetConfig | None) -> Iterable[Problem]:
-    """A path with a data file's ending must exist; anything else may be the name of a dataset."""
-    if dataset is not None and dataset.path.endswith(DATA_SUFFIXES) and not Path(dataset.path).is_file():
-        rule = f"no such file (seen from {Path.cwd()})"
-        yield Problem(field=field, value=dataset.path, rule=rule, remedy="correct the path, or make the file first")
 
 
 def _dp_problems(case: _Case) -> Iterable[Problem]:
@@ -271,11 +333,21 @@ CHECKS: tuple[_Check, ...] = (
     *(_only_so_far(field) for field in ONLY_SO_FAR),
     _Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
     _Check(needs=("model", "packing"), find=lambda case: packing_problems(case.recipe)),
-    _Check(needs=("train_dataset.path",), find=lambda case: _missing_file("train_dataset", case.recipe.train_dataset)),
-    _Check(needs=("eval_dataset.path",), find=lambda case: _missing_file("eval_dataset", case.recipe.eval_dataset)),
+    _Check(needs=("stage",), find=_stage_problems),
+    _Check(needs=("train_dataset", "eval_dataset", "stage"), find=lambda case: dataset_problems(case.recipe)),
+    _Check(needs=("train_dataset", "max_steps"), find=lambda case: mixing_problems(case.recipe)),
     _Check(needs=("kernel_config.name", "kernel_config.include_kernels"), find=_kernel_problems),
     _Check(needs=("bf16", "master_dtype", "dist_config.name"), find=_dtype_problems),
+    _Check(needs=("exchanged_tokens", "activation_checkpointing", "dist_config.name"), find=_exchange_problems),
+    _Check(
+        needs=("dist_config.hook_modules", "dist_config.fsdp_implementation", "dist_config.ep_size"),
+        find=_implementation_problems,
+    ),
     _Check(needs=("eval_steps", "eval_dataset"), find=_eval_problems),
+    _Check(needs=("load_best_model_at_end", "eval_dataset"), find=_best_problems),
+    _Check(needs=("report_to",), find=_report_problems),
+    _Check(needs=("optim_config.name",), find=_optimizer_problems),
+    _Check(needs=("dump.steps", "dump.params", "dump.what", "max_steps"), find=_dump_problems),
     _Check(
         needs=(
             "max_steps",

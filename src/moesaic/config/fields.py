@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -47,7 +47,7 @@ def list_fields() -> tuple[RecipeField, ...]:
 
 def section_fields(info: FieldInfo) -> Mapping[str, FieldInfo]:
     """Fields of the section that a field of the recipe holds; empty for a plain value. Not for ``dist_config``."""
-    for kind in (info.annotation, *get_args(info.annotation)):
+    for kind in (info.annotation, *get_args(info.annotation)):  # of a list: the sections in it
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind.model_fields
     return {}
@@ -88,6 +88,8 @@ def _describe(path: str, info: FieldInfo, variants: tuple[str, ...] = ()) -> Rec
 
 def type_text(annotation: Any) -> str:
     """A type in words. Examples: ``int | None`` -> ``integer or null``; ``Literal[16, 32]`` -> ``16 or 32``."""
+    if get_origin(annotation) is Annotated:
+        return type_text(get_args(annotation)[0])
     words = {bool: "true or false", int: "integer", float: "number", str: "text", NoneType: "null"}
     if annotation in words:
         return words[annotation]
@@ -95,10 +97,16 @@ def type_text(annotation: Any) -> str:
     if origin is Literal:
         return _any_of(args)
     if origin is tuple:
-        return "list of text" if Ellipsis in args else f"list of {len(args)} numbers"
+        if _is_dataset(args[0]):
+            return f"{type_text(args[0])}, or a list of them"
+        return f"list of {type_text(args[0])}" if Ellipsis in args else f"list of {len(args)} numbers"
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(type_text(arg) for arg in args))
-    return "path or section" if annotation is DatasetConfig else "section"
+    return "path or section" if _is_dataset(annotation) else "section"
+
+
+def _is_dataset(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, DatasetConfig)
 
 
 def _any_of(values: Iterable[object]) -> str:

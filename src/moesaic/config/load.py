@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,32 @@ def load_recipe(
     Raises:
         RecipeError: all problems: of the file, of types and names, of sizes, of the model's experts.
     """
-    data, problems = _read_mapping(Path(path))
+    data, problems = read_mapping(Path(path))
     if problems and not data:  # of a file that can't be read, nothing else is worth saying
         raise RecipeError(problems, source=str(path))
-    for override in overrides:
-        problems += _apply_override(data, override)
+    problems += apply_overrides(data, overrides)
+    return build_recipe(data, problems, str(path), world_size=world_size, default_world_size=default_world_size)
+
+
+def build_recipe(
+    data: Mapping[str, Any],
+    problems: Sequence[Problem],
+    source: str,
+    *,
+    world_size: int | None = None,
+    default_world_size: int | None = None,
+) -> Recipe:
+    """The checked recipe of fields as YAML gives them; ``problems`` are those found so far. Others as `load_recipe`'s.
+
+    Raises:
+        RecipeError: all problems; ``source`` is what they are of.
+    """
+    problems = list(problems)
     recipe, more_problems, unread = parse_recipe(data)
     problems += more_problems
     problems += check_recipe(recipe, world_size, default_world_size=default_world_size, unread=unread)
     if problems:
-        raise RecipeError(problems, source=str(path))
+        raise RecipeError(problems, source=source)
     return recipe
 
 
@@ -64,7 +80,7 @@ def load_saved_recipe(path: Path) -> Recipe:
     Raises:
         RecipeError: the file is not a saved recipe of this version.
     """
-    data, problems = _read_mapping(path)
+    data, problems = read_mapping(path)
     recipe, more_problems, _ = parse_recipe(data)
     if problems or more_problems:
         raise RecipeError(problems + more_problems, source=str(path))
@@ -106,7 +122,7 @@ def _parse_yaml(text: str, field: str, source: str) -> tuple[Any, list[Problem]]
     return value, loader.repeated_keys
 
 
-def _read_mapping(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+def read_mapping(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The file's top-level mapping; empty, with a problem, where there is none."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -120,6 +136,11 @@ def _read_mapping(path: Path) -> tuple[dict[str, Any], list[Problem]]:
         rule = "must be a mapping of fields to values"
         problems = [Problem(field="recipe", value=data, rule=rule, remedy="write `model: ...`, `train_dataset: ...`")]
     return {}, problems
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
+    """Put each ``key=value`` into ``data``; their problems."""
+    return [problem for override in overrides for problem in _apply_override(data, override)]
 
 
 def _apply_override(data: dict[str, Any], override: str) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""What a recipe asks of its model's folder: its files, a known family, experts that ``ep_size`` splits. Torch-free."""
+"""What a recipe asks of its model's folder: files, a trainable family, experts that ``ep_size`` splits. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 from moesaic.config.parallel import expert_split_problem
 from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import Fsdp2Config, Recipe
-from moesaic.specs import ModelSpec, registered_specs
+from moesaic.specs import ModelSpec, find_spec, refusal
 
 # What weights are read from: one file, or the files that an index names.
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# gemma4's: False leaves its layers without experts, whatever their number is said to be.
+EXPERTS_SWITCH = "enable_moe_block"
+# What tells one quantisation from another.
+QUANTIZATION_FIELDS = ("quant_method", "weight_block_size", "activation_scheme", "expert_dtype")
 # A tokenizer has at least one of these.
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -26,31 +30,35 @@ def model_problems(recipe: Recipe) -> Iterable[Problem]:
         yield config
         return
     yield from _file_problems(Path(recipe.model))
-    if any(part.get("output_router_logits") is True for part in _parts(config)):
-        yield Problem(
-            field="model",
-            value=recipe.model,
-            rule="not yet: output_router_logits of its config.json asks for the router's auxiliary loss, which "
-            "would be left out",
-            remedy="set output_router_logits to false in that config.json to train without it",
-        )
+    yield from _quantization_problems(recipe, config)
     if isinstance(recipe.dist_config, Fsdp2Config):
         return
-    model_type = config.get("model_type")
-    spec = registered_specs().get(str(model_type))
-    if spec is None:
-        known = ", ".join(sorted(registered_specs()))
+    yield from _expert_problems(recipe, config)
+
+
+def _expert_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterable[Problem]:
+    """What path B asks of a model: a family that it can train, with experts that ``ep_size`` splits."""
+    model_type = str(config.get("model_type"))
+    reason = refusal(model_type)
+    if reason is not None:
         yield Problem(
             field="model",
             value=recipe.model,
-            rule=f"model_type {show(model_type)} of its config.json has no spec; known: {known}",
-            remedy="dist_config.name: fsdp2 for a dense model; moesaic.register_spec(...) for another MoE",
+            rule=f"model_type {show(model_type)} can't be trained with expert parallelism: {reason}",
+            remedy="dist_config.name: fsdp2, where transformers has a causal language model of it, or another model",
         )
         return
+    spec = find_spec(model_type)
     num_experts = _count_experts(config, spec)
     if num_experts is None:
-        rule = f"its config.json has no {' or '.join(spec.num_experts_fields)} of at least 1, which {spec.name} needs"
-        yield Problem(field="model", value=recipe.model, rule=rule, remedy="name a folder with a complete config.json")
+        yield Problem(
+            field="model",
+            value=recipe.model,
+            rule=f"its config.json (model_type {show(model_type)}) has no experts: none of "
+            f"{', '.join(spec.num_experts_fields)} is 1 or more",
+            remedy="dist_config.name: fsdp2 for a model without experts; for an MoE with other field names, "
+            "moesaic.register_spec(ModelSpec(num_experts_fields=...))",
+        )
         return
     problem = expert_split_problem(num_experts, recipe.ep_size)
     if problem is not None:
@@ -65,6 +73,31 @@ def packing_problems(recipe: Recipe) -> Iterable[Problem]:
     if any("linear_attention" in (part.get("layer_types") or ()) for part in _parts(config)):
         rule = "not yet: linear attention would carry its state from one packed sample into the next"
         yield Problem(field="packing", value=True, rule=rule, remedy="set packing: false")
+
+
+def _quantization_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterable[Problem]:
+    """Quantised weights that loading doesn't unpack. fp8 by blocks and MXFP4 it does; training is then in plain types,
+    and so are exports."""
+    for part in _parts(config):
+        quantization = part.get("quantization_config")
+        if not isinstance(quantization, dict):
+            continue
+        method = quantization.get("quant_method")
+        block = quantization.get("weight_block_size")
+        if method == "mxfp4":
+            continue
+        if method == "fp8" and isinstance(block, list) and len(block) == 2:
+            if quantization.get("activation_scheme", "dynamic") == "dynamic" and not quantization.get("expert_dtype"):
+                continue
+        shown = {name: quantization.get(name) for name in QUANTIZATION_FIELDS if quantization.get(name) is not None}
+        yield Problem(
+            field="model",
+            value=recipe.model,
+            rule=f"its weights are quantized in a way that isn't unpacked on loading ({shown}); known: fp8 with a "
+            "weight_block_size and dynamic activations, and mxfp4",
+            remedy="name a folder of plain weights (bf16): the release that was quantized, or a dequantized copy of it",
+        )
+        return
 
 
 def _read_config(folder: Path) -> Mapping[str, Any] | Problem:
@@ -112,8 +145,10 @@ def _missing_shards(index: Path) -> list[str]:
 
 
 def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:
-    """Routed experts per layer."""
+    """Routed experts per layer; None for a model without any."""
     for part in _parts(config):
+        if part.get(EXPERTS_SWITCH) is False:
+            return None
         for field in spec.num_experts_fields:
             count = part.get(field)
             if isinstance(count, int) and count >= 1:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from moesaic.config.fields import RecipeField, list_fields, section_fields
 from moesaic.config.problem import Problem, show
-from moesaic.config.recipe import DIST_CONFIGS, Recipe
+from moesaic.config.recipe import DIST_CONFIGS, LISTED_SECTIONS, SHORTHAND_SECTIONS, Recipe
 
 # Older FSDPTurbo recipes name the experts' modules; here, as in its present form, the model's spec does.
 SPEC_DECIDES = ("ep_modules", "ep_fsdp_modules")
@@ -60,6 +60,7 @@ def parse_recipe(data: Mapping[str, Any]) -> tuple[Recipe, list[Problem], frozen
     problems: list[Problem] = []
     unread: set[str] = set()
     _drop_empty_sections(plain)
+    _list_datasets(plain)
     _settle_dist_name(plain, problems, unread)
     _take_unknown_keys(plain, fields, problems, unread)
     while True:
@@ -75,6 +76,15 @@ def _drop_empty_sections(plain: dict[str, Any]) -> None:
         is_section = name == "dist_config" or bool(section_fields(info))
         if is_section and not info.is_required() and plain.get(name, 0) is None:
             del plain[name]
+
+
+def _list_datasets(plain: dict[str, Any]) -> None:
+    """Sections that may be lists as lists of new dictionaries; what is neither path nor section stays for pydantic."""
+    for name in LISTED_SECTIONS:
+        if name not in plain:
+            continue
+        items = [{SHORTHAND_SECTIONS[name]: item} if isinstance(item, str) else item for item in _items(plain, name)]
+        plain[name] = [dict(item) if isinstance(item, dict) else item for item in items]
 
 
 def _settle_dist_name(plain: dict[str, Any], problems: list[Problem], unread: set[str]) -> None:
@@ -98,7 +108,8 @@ def _take_unknown_keys(
 ) -> None:
     """Remove keys that no field has; a field that was probably meant counts as unread."""
     sections = dict.fromkeys(path.partition(".")[0] for path in fields if "." in path)
-    for section, mapping in (("", plain), *((section, plain.get(section)) for section in sections)):
+    listed = [(section, item) for section in sections for item in _items(plain, section)]
+    for section, mapping in (("", plain), *listed):
         prefix = f"{section}." if section else ""
         if not isinstance(mapping, dict):
             continue
@@ -108,6 +119,12 @@ def _take_unknown_keys(
             if meant and not _is_given(plain, meant):
                 unread.add(meant)
             del mapping[key]
+
+
+def _items(plain: Mapping[str, Any], section: str) -> list[Any]:
+    """The section, or all of its list."""
+    value = plain.get(section)
+    return value if isinstance(value, list) else [value]
 
 
 def _is_known(path: str, plain: Mapping[str, Any], fields: Mapping[str, RecipeField]) -> bool:
@@ -170,7 +187,7 @@ def _take_bad_values(
         path = _field_path(item["loc"])
         assert path in fields, f"no field for {item}"
         section, _, key = path.rpartition(".")
-        mapping = plain[section] if section else plain
+        mapping = _mapping_at(plain, item["loc"]) if section else plain
         if path not in unread:  # else its misspelt name, or another part of its value, has been noted already
             unread.add(path)
             value = None if item["type"] == "missing" else mapping[key]
@@ -179,6 +196,12 @@ def _take_bad_values(
             mapping[key] = PLACEHOLDER
         else:
             mapping.pop(key, None)
+
+
+def _mapping_at(plain: Mapping[str, Any], location: Sequence[int | str]) -> Any:
+    """The section that holds the value at a pydantic location; of a list, the right one."""
+    value = plain[str(location[0])]
+    return value[int(location[1])] if isinstance(value, list) else value
 
 
 def _field_path(location: Iterable[int | str]) -> str:

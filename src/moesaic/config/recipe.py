@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Whose name and meaning a field keeps, so that a reader who comes from there knows it already.
-Origin = Literal["FSDPTurbo", "LLaMA-Factory v1", "moesaic"]
+Origin = Literal["FSDPTurbo", "LLaMA-Factory v1", "Hugging Face", "moesaic"]
 FSDPTURBO: Origin = "FSDPTurbo"
 LF: Origin = "LLaMA-Factory v1"
+HF: Origin = "Hugging Face"
 OURS: Origin = "moesaic"
 
 
@@ -38,15 +39,22 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _as_list(data: Any) -> Any:
+    """One dataset where a list may be given; null is an empty one. Tuples and lists as they are."""
+    if data is None:
+        return ()
+    return tuple(data) if isinstance(data, list | tuple) else (data,)
+
+
 class DatasetConfig(Section):
     """Where samples come from. A plain string stands for ``{path: <string>}``."""
 
     path: Annotated[
-        str, about(OURS, "A .jsonl, .json or .parquet file, a folder, or a name for the `datasets` library.")
+        str, about(OURS, "A .jsonl, .json, .parquet or .txt file, a folder, or a name for the `datasets` library.")
     ]
     format: Annotated[
-        Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt"],
-        about(OURS, "How a sample is written; `auto`: told by the columns."),
+        Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"],
+        about(OURS, "How a sample is written; `auto`: told by the columns. `text` is for `stage: pt`, and only it."),
     ] = "auto"
     split: Annotated[str, about(OURS, "Split of a folder or a named dataset; a single file has none.")] = "train"
 
@@ -54,6 +62,21 @@ class DatasetConfig(Section):
     @classmethod
     def _from_path(cls, data: Any) -> Any:
         return {"path": data} if isinstance(data, str) else data
+
+
+class TrainDatasetConfig(DatasetConfig):
+    """Samples to train on: with a share in the mixture where there are several, and perhaps read as they are needed."""
+
+    weight: Annotated[
+        float | None,
+        about(OURS, "Share of the samples, relative to other datasets'. For all or for none: then all as is.", gt=0),
+    ] = None
+    streaming: Annotated[
+        bool, about(OURS, "Read and tokenize while training, in bounded memory; needs `max_steps`.")
+    ] = False
+    buffer_size: Annotated[
+        int, about(OURS, "Under `streaming`: rows that are shuffled together and held in memory.", ge=1)
+    ] = 10_000
 
 
 class InitConfig(Section):
@@ -103,13 +126,41 @@ class KernelConfig(Section):
 class OptimConfig(Section):
     """The optimizer; its learning rate is the recipe's ``learning_rate``."""
 
-    name: Annotated[Literal["adamw"], about(LF, "`torch.optim.AdamW`.")] = "adamw"
+    name: Annotated[
+        Literal["adamw", "muon"],
+        about(LF, "`adamw`: `torch.optim.AdamW`. `muon` is known, and refused: it can't take stacked experts."),
+    ] = "adamw"
+    implementation: Annotated[
+        Literal["fused", "foreach"],
+        about(OURS, "`fused`: one kernel, no temporaries. `foreach`: where a device has no fused one."),
+    ] = "fused"
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
         about(OURS, "Decay of the running means of the gradient and of its square.", strict=False),
     ] = (0.9, 0.999)
     eps: Annotated[float, about(OURS, "Added to the root of the running mean square.", gt=0)] = 1e-8
     weight_decay: Annotated[float, about(OURS, "Decoupled weight decay.", ge=0)] = 0.0
+
+
+class DumpConfig(Section):
+    """Tensors to write down, so that two runs can be compared with ``moesaic diff``."""
+
+    steps: Annotated[
+        tuple[Annotated[int, Field(ge=1)], ...],
+        about(OURS, "Optimizer steps, from 1, whose tensors are written.", strict=False),
+    ]
+    params: Annotated[
+        tuple[str, ...],
+        about(OURS, "Globs of parameter names; `*` stands for any characters, dots too.", strict=False),
+    ] = ("*",)
+    what: Annotated[
+        tuple[Literal["param", "grad"], ...],
+        about(
+            OURS,
+            "`param`: the parameter after the step. `grad`: the step's gradient, summed over ranks, before clipping.",
+            strict=False,
+        ),
+    ] = ("param", "grad")
 
 
 class LrSchedulerConfig(Section):
@@ -123,6 +174,32 @@ class LrSchedulerConfig(Section):
         float | None, about(OURS, "Warm-up as a share of all steps, instead of `warmup_steps`.", ge=0, lt=1)
     ] = None
     min_lr_ratio: Annotated[float, about(OURS, "Last learning rate over `learning_rate`.", ge=0, lt=1)] = 0.0
+
+
+class RouterConfig(Section):
+    """How routers are trained beside the loss of their tokens. Unset: off."""
+
+    aux_loss_coef: Annotated[
+        float | None,
+        about(
+            OURS,
+            "Coefficient of the load-balancing loss, over all tokens of the step. Unset: the model's own "
+            "`router_aux_loss_coef` where its `output_router_logits` is true, else off.",
+            ge=0,
+        ),
+    ] = None
+    z_loss_coef: Annotated[
+        float, about(OURS, "Coefficient of the router z-loss: mean of logsumexp(logits)^2.", ge=0)
+    ] = 0.0
+    bias_update_rate: Annotated[
+        float,
+        about(
+            OURS,
+            "Step by which the correction bias of each expert's score moves against its load, after each optimizer "
+            "step. Only for models that have such a bias.",
+            ge=0,
+        ),
+    ] = 0.0
 
 
 class Fsdp2Config(Section):
@@ -142,6 +219,14 @@ class _ExpertParallelConfig(Section):
         tuple[str, ...],
         about(FSDPTURBO, "Globs of modules that the outer FSDP2 leaves alone. Experts always are.", strict=False),
     ] = ()
+    fsdp_implementation: Annotated[
+        Literal["native", "custom"],
+        about(
+            FSDPTURBO,
+            "`native`: experts are FSDP units of their own. `custom`: one unit a block, in which experts have a mesh "
+            "of their own.",
+        ),
+    ] = "native"
 
 
 class MoesaicConfig(_ExpertParallelConfig):
@@ -160,11 +245,12 @@ class FsdpTurboConfig(_ExpertParallelConfig):
     ]
     hook_modules: Annotated[
         tuple[str, ...],
-        about(FSDPTURBO, "Globs of modules whose forward gathers experts. Only empty so far.", strict=False),
+        about(
+            FSDPTURBO,
+            "Globs of modules that hold experts, and whose forward gathers them. Empty: the experts' own modules.",
+            strict=False,
+        ),
     ] = ()
-    fsdp_implementation: Annotated[
-        Literal["native", "custom"], about(FSDPTURBO, "Who shards the experts. Only `native` (torch's FSDP2) so far.")
-    ] = "native"
 
 
 DistConfig = Fsdp2Config | MoesaicConfig | FsdpTurboConfig
@@ -181,10 +267,16 @@ class Recipe(Section):
     ] = None
     kernel_config: Annotated[KernelConfig, about(LF, "Implementations of operators.")] = KernelConfig()
     # data
-    train_dataset: Annotated[DatasetConfig, about(LF, "Samples to train on: a path or a section.")]
+    train_dataset: Annotated[
+        tuple[TrainDatasetConfig, ...],
+        BeforeValidator(_as_list),
+        about(LF, "Samples to train on: a path or a section, or a list of them, which are mixed."),
+    ]
     eval_dataset: Annotated[
-        DatasetConfig | None, about(LF, "Held-out samples, whose loss is logged: a path or a section.")
-    ] = None
+        tuple[DatasetConfig, ...],
+        BeforeValidator(_as_list),
+        about(LF, "Held-out samples, whose loss is logged: a path or a section, or a list of them, each by itself."),
+    ] = ()
     cutoff_len: Annotated[int, about(LF, "Most tokens of one sequence.", ge=2)] = 2048
     packing: Annotated[
         bool,
@@ -196,7 +288,8 @@ class Recipe(Section):
     ] = False
     # training
     stage: Annotated[
-        Literal["sft", "dpo", "rm", "rl", "pt"], about(OURS, "What to train for. Only `sft` works so far.")
+        Literal["sft", "dpo", "rm", "rl", "pt"],
+        about(OURS, "What to train for. `sft`: conversations; `pt`: plain text, every token of it. Others not yet."),
     ] = "sft"
     output_dir: Annotated[str, about(LF, "Folder of the run: resolved recipe, logs, checkpoints.")] = "outputs"
     micro_batch_size: Annotated[int, about(LF, "Sequences in one forward of one data-parallel rank.", ge=1)] = 1
@@ -224,8 +317,28 @@ class Recipe(Section):
     activation_checkpointing: Annotated[
         bool, about(OURS, "Compute each block's activations again in backward; chosen experts are kept.")
     ] = False
+    exchanged_tokens: Annotated[
+        Literal["keep", "recompute"],
+        about(
+            OURS,
+            "Under `activation_checkpointing`: `keep` what experts were sent and sent back, or send it again in "
+            "backward (`recompute`): less memory, 2 exchanges more a layer.",
+        ),
+    ] = "keep"
+    gradient_accumulation: Annotated[
+        Literal["sharded", "unsharded"],
+        about(
+            OURS,
+            "Over micro-batches: `sharded` reduces gradients after each; `unsharded` holds them whole and reduces them "
+            "once a step.",
+        ),
+    ] = "sharded"
     optim_config: Annotated[OptimConfig, about(LF, "The optimizer.")] = OptimConfig()
     lr_scheduler_config: Annotated[LrSchedulerConfig, about(LF, "The learning rate over time.")] = LrSchedulerConfig()
+    router_config: Annotated[RouterConfig, about(OURS, "Losses and biases that balance the experts.")] = RouterConfig()
+    frozen_modules: Annotated[
+        tuple[str, ...], about(OURS, "Globs of modules that are not trained, with all in them.", strict=False)
+    ] = ()
     seed: Annotated[int, about(LF, "Seed of data order and of every generator.", ge=0)] = 42
     full_determinism: Annotated[
         bool, about(LF, "Only deterministic kernels: two runs of one recipe are equal bit for bit.")
@@ -238,7 +351,24 @@ class Recipe(Section):
     save_steps: Annotated[
         int | None, about(LF, "Optimizer steps between two checkpoints. Unset: only after the last step.", ge=1)
     ] = None
-    save_total_limit: Annotated[int | None, about(LF, "Checkpoints kept, the newest. Unset: all.", ge=1)] = None
+    save_total_limit: Annotated[
+        int | None, about(LF, "Checkpoints kept, the newest; the best one beside them. Unset: all.", ge=1)
+    ] = None
+    load_best_model_at_end: Annotated[
+        bool,
+        about(
+            HF,
+            "Save a checkpoint whenever the held-out loss is the lowest so far, keep it, and export it at the end "
+            "instead of the last weights.",
+        ),
+    ] = False
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "wandb"], ...],
+        about(HF, "Where curves go beside `metrics.jsonl`. `wandb` needs `moesaic[wandb]`.", strict=False),
+    ] = ("tensorboard",)
+    dump: Annotated[
+        DumpConfig | None, about(OURS, "Parameters and gradients of chosen steps, written to `dumps/` for comparison.")
+    ] = None
     resume_from_checkpoint: Annotated[
         str | None, about(LF, "A checkpoint's folder, or `auto`: the newest in `output_dir`, if there is one.")
     ] = None
@@ -262,7 +392,9 @@ class Recipe(Section):
     reshard_after_forward: Annotated[
         bool, about(LF, "Free gathered parameters after forward and gather them again in backward.")
     ] = True
-    offload: Annotated[bool, about(OURS, "Keep shards and optimizer state on the host. Not yet.")] = False
+    offload: Annotated[
+        bool, about(OURS, "Keep shards, their gradients and the optimizer's state and step on the host.")
+    ] = False
 
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16"]:
@@ -288,6 +420,9 @@ class Recipe(Section):
             return self.mp_replicate_size
         return self.dist_config.edp_size
 
+
+# Sections that may be a list of such sections.
+LISTED_SECTIONS = ("train_dataset", "eval_dataset")
 
 # Sections that may be written as one string, and the field it stands for.
 SHORTHAND_SECTIONS: Mapping[str, str] = MappingProxyType({"train_dataset": "path", "eval_dataset": "path"})

@@ -32,6 +32,11 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / ".metadata").is_file()
 
 
+def checkpoint_folder(output_dir: Path, step: int) -> Path:
+    """Where a run's checkpoint after ``step`` optimizer steps is. Example: 150 -> ``output_dir/step-000150``."""
+    return output_dir / f"step-{step:06d}"
+
+
 def step_of(checkpoint: Path) -> int | None:
     """Optimizer steps by the folder's name; None where it is no checkpoint's. Example: ``step-000150`` -> 150."""
     match = _NAME.fullmatch(checkpoint.name)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from moesaic.data.batch import IGNORE_INDEX, Batch, Sample, shift_labels
 from moesaic.data.chat import Masking
-from moesaic.data.loader import BatchLoader, EvalLoader
-from moesaic.data.sft import (
+from moesaic.data.dataset import (
     BadSample,
     DataReport,
-    SftDataset,
-    build_sft_dataset,
-    build_sft_dataset_from_rows,
+    TokenizedDataset,
+    build_dataset,
+    build_dataset_from_rows,
     choose_pad_token_id,
 )
+from moesaic.data.loader import BatchLoader, EvalLoader
+from moesaic.data.mixing import MixedDataset
+from moesaic.data.streaming import StreamedBadSample, StreamLoader, StreamSource, build_stream_source
 
 __all__ = [
     "IGNORE_INDEX",
@@ -22,10 +24,15 @@ __all__ = [
     "DataReport",
     "EvalLoader",
     "Masking",
+    "MixedDataset",
     "Sample",
-    "SftDataset",
-    "build_sft_dataset",
-    "build_sft_dataset_from_rows",
+    "StreamLoader",
+    "StreamSource",
+    "StreamedBadSample",
+    "TokenizedDataset",
+    "build_dataset",
+    "build_dataset_from_rows",
+    "build_stream_source",
     "choose_pad_token_id",
     "shift_labels",
 ]

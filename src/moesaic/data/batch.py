@@ -73,8 +73,10 @@ class Batch:
             apart, and B is 1, as flash attention in transformers looks for packed documents only in a single row.
         loss_positions: [n], the positions in which some row has a label: logits are computed there alone, and not for
             prompts and padding. None: everywhere.
+        is_real: [B, S] bool, the documents' own tokens, without padding; None: where ``attention_mask`` is 1, or all.
+            Tensors don't tell it where packed: there padding looks like one more document.
         document_lengths: tokens of each document, padding left out; stays on the host. For measuring only: None where
-            nobody will ask. Tensors don't tell it: packed padding looks like one more document.
+            nobody will ask.
     """
 
     input_ids: Tensor
@@ -82,6 +84,7 @@ class Batch:
     position_ids: Tensor
     attention_mask: Tensor | None = None
     loss_positions: Tensor | None = None
+    is_real: Tensor | None = None
     document_lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -94,9 +97,17 @@ class Batch:
         """[B, n]: the labels at ``loss_positions``, where the logits are; all of them without."""
         return self.labels if self.loss_positions is None else self.labels.index_select(1, self.loss_positions)
 
+    @property
+    def real_tokens(self) -> Tensor:
+        """[B, S] bool: see ``is_real``."""
+        if self.is_real is not None:
+            return self.is_real
+        mask = self.attention_mask
+        return torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask.bool()
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``."""
-        mask, positions = self.attention_mask, self.loss_positions
+        mask, positions, is_real = self.attention_mask, self.loss_positions, self.is_real
         return replace(
             self,
             input_ids=self.input_ids.to(device),
@@ -104,6 +115,7 @@ class Batch:
             position_ids=self.position_ids.to(device),
             attention_mask=None if mask is None else mask.to(device),
             loss_positions=None if positions is None else positions.to(device),
+            is_real=None if is_real is None else is_real.to(device),
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -47,12 +47,13 @@ class Masking:
     """How trained tokens are found with one tokenizer.
 
     Attributes:
-        method: ``generation`` or ``prefix`` (the module's text), or ``completion``: prompt + completion + eos.
+        method: ``generation`` or ``prefix`` (the module's text); ``completion``: prompt + completion + eos; ``text``:
+            all tokens of a document + eos.
         end_of_turn: text of the token that ends an assistant turn; None where the template writes none.
         end_of_turn_id: its id.
     """
 
-    method: Literal["generation", "prefix", "completion"]
+    method: Literal["generation", "prefix", "completion", "text"]
     end_of_turn: str | None
     end_of_turn_id: int | None
 

@@ -7,6 +7,8 @@
 | `alpaca`            | instruction, output       | input, system, history       |
 | `sharegpt`          | conversations             | system                       |
 
+Under ``stage: pt`` a row is a document instead: the column ``text``, or a whole ``.txt`` file.
+
 JSON is read here rather than by ``datasets``, whose reader turns text that looks like a date into a timestamp and gives
 up on a file in which one line is malformed. Parquet, folders and names are its job.
 """
@@ -215,22 +217,61 @@ def detect_format(columns: Iterable[str], format_name: str = "auto") -> str:
     return fitting[0]
 
 
+# --- rows to documents -----------------------------------------------------------------------------------------------
+
+TEXT = "text"
+"""Name of the format of plain text, and of its column."""
+
+
+def to_text(row: object) -> str:
+    """The document of one row: its column ``text``.
+
+    Raises:
+        SampleError: it has none, or not text, or nothing but blanks.
+    """
+    if isinstance(row, UnreadableRow):
+        raise SampleError(row.reason)
+    if not isinstance(row, Mapping):
+        raise SampleError(f"expected an object with columns, got {type(row).__name__}")
+    value = row.get(TEXT)
+    if value is not None and not isinstance(value, str):
+        raise SampleError(f"{TEXT}: expected text, got {type(value).__name__}")
+    return _text(value, TEXT)
+
+
+def check_text_format(columns: Iterable[str], format_name: str = "auto") -> None:
+    """Refuse what ``stage: pt`` can't read.
+
+    Raises:
+        ValueError: a format of conversations is named, or there is no column ``text``.
+    """
+    if format_name not in ("auto", TEXT):
+        raise ValueError(f"dataset format {format_name!r} is one of conversations; stage pt reads {TEXT!r}")
+    if TEXT not in (columns := sorted(columns)):
+        raise ValueError(f"columns {columns} have no {TEXT!r}, which stage pt reads; rename the one with the documents")
+
+
 # --- sources to rows -------------------------------------------------------------------------------------------------
 
 
-def load_rows(source: str, *, split: str = "train") -> Rows:
-    """Read a ``.jsonl``, ``.json`` or ``.parquet`` file, a folder, or a dataset that ``datasets`` knows by name.
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 
-    A ``.json`` file holds a list of objects, or one object per line. A folder is one written by ``save_to_disk`` or
-    one of data files. A line that isn't JSON comes back as :class:`UnreadableRow`. ``split`` is not used for single
-    files.
+
+def load_rows(source: str, *, split: str = "train") -> Rows:
+    """Read one of the ``FILE_SUFFIXES``, a folder, or a dataset that ``datasets`` knows by name.
+
+    A ``.txt`` file is one row: its whole text. A ``.json`` file holds a list of objects, or one object per line. A
+    folder is one written by ``save_to_disk`` or one of data files. A line that isn't JSON comes back as
+    :class:`UnreadableRow`. ``split`` is not used for single files.
 
     Raises:
         ValueError: no such source, or one that can't be read as a whole.
     """
     path = Path(source)
-    if path.suffix in (".jsonl", ".json", ".parquet") and not path.is_file():
+    if path.suffix in FILE_SUFFIXES and not path.is_file():
         raise ValueError(f"dataset {source!r}: no such file")
+    if path.suffix == ".txt":
+        return [{TEXT: path.read_text(encoding="utf-8")}]
     if path.suffix == ".jsonl":
         return _load_json_lines(path)
     if path.suffix == ".json":
@@ -238,16 +279,12 @@ def load_rows(source: str, *, split: str = "train") -> Rows:
     return _load_with_datasets(path, source, split)
 
 
-def column_names(rows: Rows) -> set[str]:
-    """Columns that any row has."""
-    return {str(name) for index in range(len(rows)) if isinstance(row := rows[index], Mapping) for name in row}
-
-
 def _load_json_lines(path: Path) -> list[Any]:
-    return [_parse_line(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    return [parse_line(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
-def _parse_line(line: str) -> Any:
+def parse_line(line: str) -> Any:
+    """One line of JSON; :class:`UnreadableRow` where it isn't."""
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -274,6 +311,6 @@ def _load_with_datasets(path: Path, source: str, split: str) -> Rows:
         return datasets.load_dataset(source, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"dataset {source!r} (split {split!r}) can't be loaded as a .jsonl, .json or .parquet file, as a folder, "
+            f"dataset {source!r} (split {split!r}) can't be loaded as a {', '.join(FILE_SUFFIXES)} file, as a folder, "
             f"or by the datasets library: {type(error).__name__}: {error}"
         ) from error

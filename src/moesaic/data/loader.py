@@ -12,11 +12,14 @@ runs the same number of micro-batches. The loss is a sum over the global count o
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from moesaic.data.batch import Batch
+from moesaic.data.mixing import shuffle_indices
 from moesaic.data.packing import Row, RowOptions, SampleSource, build_rows, collate
+
+T = TypeVar("T")
 
 EMPTY_ROW: Row = ()
 
@@ -54,14 +57,8 @@ class BatchLoader:
         seed: int,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        _check_sizes(dataset, micro_batch_size, dp_rank, dp_size)
-        per_round = micro_batch_size * dp_size
-        if global_batch_size < 1 or global_batch_size % per_round:
-            nearest = max(1, round(global_batch_size / per_round)) * per_round
-            raise ValueError(
-                f"global_batch_size={global_batch_size}: must be a multiple of micro_batch_size * dp_size = "
-                f"{micro_batch_size} * {dp_size} = {per_round}; the nearest is {nearest}"
-            )
+        _refuse_empty(dataset)
+        check_sizes(micro_batch_size, dp_rank, dp_size, global_batch_size)
         self._dataset = dataset
         self._options = RowOptions(
             cutoff_len=cutoff_len, packing=packing, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
@@ -72,7 +69,7 @@ class BatchLoader:
         self._dp_size = dp_size
         self._seed = seed
         # Packing needs an order of its own: in file order, rows would be made of neighbours in the file.
-        order = _shuffled(len(dataset), f"{seed}/pack") if packing else range(len(dataset))
+        order = shuffle_indices(len(dataset), f"{seed}/pack") if packing else range(len(dataset))
         self._rows = build_rows(dataset, order, self._options)
         self._epoch = 0
         self._index = 0
@@ -104,7 +101,7 @@ class BatchLoader:
         """
         while True:
             epoch = self._epoch
-            order = _shuffled(len(self._rows), f"{self._seed}/{epoch}")
+            order = shuffle_indices(len(self._rows), f"{self._seed}/{epoch}")
             # A load_state_dict between two steps may change the epoch; the order is then drawn again.
             while self._epoch == epoch:
                 indices = order[self._index : self._index + self._global_batch_size]
@@ -115,7 +112,7 @@ class BatchLoader:
                 rows += [EMPTY_ROW] * (self._global_batch_size - len(rows))
                 yield [
                     collate(self._dataset, own, self._options)
-                    for own in _own_rows(rows, self._micro_batch_size, self._dp_rank, self._dp_size)
+                    for own in own_rows(rows, self._micro_batch_size, self._dp_rank, self._dp_size)
                 ]
 
     def state_dict(self) -> dict[str, int]:
@@ -172,14 +169,15 @@ class EvalLoader:
         pad_token_id: int,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        _check_sizes(dataset, micro_batch_size, dp_rank, dp_size)
+        _refuse_empty(dataset)
+        check_sizes(micro_batch_size, dp_rank, dp_size)
         self._dataset = dataset
         self._options = RowOptions(
             cutoff_len=cutoff_len, packing=packing, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
         rows = build_rows(dataset, range(len(dataset)), self._options)
         rows += [EMPTY_ROW] * (-len(rows) % (micro_batch_size * dp_size))
-        self._own_rows = _own_rows(rows, micro_batch_size, dp_rank, dp_size)
+        self._own_rows = own_rows(rows, micro_batch_size, dp_rank, dp_size)
 
     def __len__(self) -> int:
         """Micro-batches per rank."""
@@ -190,24 +188,31 @@ class EvalLoader:
             yield collate(self._dataset, rows, self._options)
 
 
-def _own_rows(rows: Sequence[Row], micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Sequence[Row]]:
+def own_rows(rows: Sequence[T], micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Sequence[T]]:
     """Rank r's micro-batches: in each round of ``dp_size`` micro-batches, the r-th (the module's example)."""
     assert len(rows) % (micro_batch_size * dp_size) == 0, (len(rows), micro_batch_size, dp_size)
     starts = range(dp_rank * micro_batch_size, len(rows), micro_batch_size * dp_size)
     return [rows[start : start + micro_batch_size] for start in starts]
 
 
-def _shuffled(num: int, key: str) -> list[int]:
-    """0..num-1 shuffled by ``key``. Sorting by ``random()`` because that stream, unlike ``shuffle``'s use of it, is
-    promised to stay the same in later Pythons: a resumed run must see the order it left."""
-    stream = random.Random(key)
-    draws = [stream.random() for _ in range(num)]
-    return sorted(range(num), key=draws.__getitem__)
+def check_sizes(micro_batch_size: int, dp_rank: int, dp_size: int, global_batch_size: int | None = None) -> None:
+    """Refuse sizes that don't divide.
 
-
-def _check_sizes(dataset: SampleSource, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
-    if len(dataset) == 0:
-        raise ValueError("the dataset has no sample: nothing to train or evaluate on")
+    Raises:
+        ValueError: with the nearest that does.
+    """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size}: must be at least 1")
     assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+    per_round = micro_batch_size * dp_size
+    if global_batch_size is not None and (global_batch_size < 1 or global_batch_size % per_round):
+        nearest = max(1, round(global_batch_size / per_round)) * per_round
+        raise ValueError(
+            f"global_batch_size={global_batch_size}: must be a multiple of micro_batch_size * dp_size = "
+            f"{micro_batch_size} * {dp_size} = {per_round}; the nearest is {nearest}"
+        )
+
+
+def _refuse_empty(dataset: SampleSource) -> None:
+    if len(dataset) == 0:
+        raise ValueError("the dataset has no sample: nothing to train or evaluate on")

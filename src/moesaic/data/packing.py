@@ -120,7 +120,7 @@ def collate(samples: SampleSource, rows: Sequence[Row], options: RowOptions) -> 
     """
     longest = max((len(samples[index]) for row in rows for index in row), default=1)
     row_len = _round_up(options.cutoff_len if options.packing else longest, options.pad_to_multiple_of)
-    input_ids, labels, positions, masks = [], [], [], []
+    input_ids, labels, positions, masks, is_real = [], [], [], [], []
     document_lengths: list[int] = []
     for row in rows:
         assert options.packing or len(row) <= 1, row
@@ -133,6 +133,7 @@ def collate(samples: SampleSource, rows: Sequence[Row], options: RowOptions) -> 
         input_ids.append([token for document in documents for token in document.input_ids])
         input_ids[-1] += [options.pad_token_id] * num_pad
         labels.append([label for document in documents for label in document.labels] + [IGNORE_INDEX] * num_pad)
+        is_real.append([True] * num_real + [False] * num_pad)
         if options.packing:
             positions.append([position for length in [*lengths, num_pad] for position in range(length)])
         else:
@@ -147,6 +148,7 @@ def collate(samples: SampleSource, rows: Sequence[Row], options: RowOptions) -> 
         loss_positions=find_loss_positions(all_labels),
         position_ids=torch.tensor(positions, dtype=torch.int64).view(shape),
         attention_mask=None if options.packing else torch.tensor(masks, dtype=torch.int64),
+        is_real=torch.tensor(is_real, dtype=torch.bool).view(shape),
         document_lengths=tuple(document_lengths),
     )
 

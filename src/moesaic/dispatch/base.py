@@ -6,6 +6,7 @@ P ranks of the EP group, C experts of a rank (``ceil(E/P)``; the last rank may h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,5 +52,11 @@ class Dispatcher(Protocol):
             rows [R, H]; offsets [num_local_experts] int32, the end of each expert's rows; the receipt.
         """
 
-    def combine(self, y_RH: Tensor, receipt: Receipt) -> Tensor:
-        """Outputs ``y`` of the experts, in ``dispatch``'s order, back to their tokens, weighted and summed: [T, H]."""
+    def combine(self, y_RH: Tensor, receipt: Receipt, finish_rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Outputs ``y`` of the experts, in ``dispatch``'s order, back to their tokens, weighted and summed: [T, H].
+
+        Args:
+            finish_rows: [T*K, H] -> [T*K, H], row by row; applied on the token's own rank, before the weights. A module
+                that all experts share (a norm) belongs here: its parameters then meet this rank's tokens only, and
+                their gradients are reduced as every dense parameter's.
+        """

@@ -12,6 +12,8 @@ One layer on 2 ranks with 4 experts (chunk 2: experts 0, 1 on rank 0 and 2, 3 on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,11 +54,13 @@ class EagerDispatcher:
         offsets_C = arrived_PC.sum(dim=0).cumsum(dim=0)[:num_local_experts].to(torch.int32)
         return rows_RH, offsets_C, Receipt(weights_TK, order_S, inverse_S, regroup_R, ungroup_R, sent, received)
 
-    def combine(self, y_RH: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RH: Tensor, receipt: Receipt, finish_rows: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """See ``Dispatcher.combine``."""
         if receipt.regroup_R is not None and receipt.ungroup_R is not None:
             y_RH = reorder_rows(y_RH, receipt.ungroup_R, receipt.regroup_R)
         rows_SH = self._exchange_rows(y_RH, receipt.sent, receipt.received)
+        if finish_rows is not None:
+            rows_SH = finish_rows(rows_SH)
         return weighted_sum(rows_SH, receipt.weights_TK, receipt.order_S, receipt.inverse_S)
 
     def _exchange_counts(self, counts_PC: Tensor) -> tuple[Tensor, list[int], list[int]]:

@@ -43,7 +43,8 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
 def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Run transformers' initialisation with every parameter marked as done, so that only buffers change."""
     parameters = list(model.parameters())
-    with _random_state_kept(device):
+    # Some families draw random values even for a parameter that is marked as done.
+    with random_state_kept(device):
         for parameter in parameters:
             parameter._is_hf_initialized = True
         for module in model.modules():
@@ -54,8 +55,8 @@ def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    # Some families draw random values even for a parameter that is marked as done.
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave the random state, of the host and of ``device``, as it was, whatever is drawn within."""
     on_cpu = device.type == "cpu"
     devices = [] if on_cpu else [torch.accelerator.current_device_index() if device.index is None else device.index]
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,13 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import build_glob_alternation
 
 
@@ -16,8 +22,10 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """The causal language model of a folder's ``config.json``, on meta, in training mode.
 
-    Attention, experts and generation settings are those that ``AutoModelForCausalLM.from_pretrained`` would pick; so is
-    the dtype of what the family keeps in fp32. ``use_cache`` is left as configured.
+    Where the family has its language model only within one of images and text, that one: given text alone, it is a
+    causal language model too (its towers get no gradient). Attention, experts and generation settings are those that
+    ``from_pretrained`` of that auto class would pick; so is the dtype of what the family keeps in fp32. ``use_cache``
+    is left as configured.
 
     Args:
         path: a model folder, or a config (copied; its generation settings are then derived from it alone).
@@ -25,7 +33,8 @@ def build_on_meta(
         dtype: of the parameters.
 
     Raises:
-        ValueError: the folder has no ``config.json``, or the attention isn't available.
+        ValueError: the folder has no ``config.json``, transformers has no language model for it, or the attention isn't
+            available.
     """
     if isinstance(path, PreTrainedConfig):
         config = copy.deepcopy(path)
@@ -35,7 +44,7 @@ def build_on_meta(
         raise ValueError(f"model={str(path)!r} has no config.json; a model is a local folder. Download it there first.")
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
+        model = find_auto_class(config).from_config(config, dtype=dtype, **chosen)
     _keep_in_fp32(model, dtype)
     if not isinstance(path, PreTrainedConfig) and model.can_generate():
         _load_generation_config(model, str(path))
@@ -46,6 +55,21 @@ def find_fp32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[st
     """What the family keeps in fp32 where the rest of ``model`` is in ``dtype``: search it in a tensor's name."""
     plan = model._get_dtype_plan(dtype)
     return build_glob_alternation(list(plan))[0] if plan else None
+
+
+def find_auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForMultimodalLM]:
+    """The auto class that has the family's language model.
+
+    Raises:
+        ValueError: transformers has none.
+    """
+    for auto_class in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        if type(config) in auto_class._model_mapping:
+            return auto_class
+    raise ValueError(
+        f"model_type={config.model_type!r}: transformers has no causal language model for {type(config).__name__}, nor "
+        "one of several modalities. Use a model of another family."
+    )
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:

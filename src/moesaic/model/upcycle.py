@@ -34,14 +34,16 @@ from moesaic.model.upcycle_checks import (
     choose_layers,
     sliding_attention,
 )
-from moesaic.specs.base import ModelSpec
-from moesaic.specs.registry import find_spec
 
 # Rows of the shared expert that every sparse Qwen2-MoE layer has; it starts as the zero function.
 SHARED_EXPERT_SIZE = 64
 
-# The dense MLP's tensors in the order of a spec's ``expert_params`` and their ``hub_parts``.
 _MLP_PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+# How the Hub's files of a family name an MoE, and in it the parts of an expert, in the order above.
+_HUB_NAMES = {
+    "qwen2_moe": ("mlp", _MLP_PARTS),
+    "mixtral": ("block_sparse_moe", ("w1.weight", "w3.weight", "w2.weight")),
+}
 # Written by the MoE's own config or meaningless in it; every other field that both configs have is copied.
 _COPIED_FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
@@ -203,28 +205,26 @@ def _to_experts(
     generator: torch.Generator,
 ) -> dict[str, torch.Tensor]:
     """A layer's tensors in the Hub's keys, its MLP replaced by experts, a router and, in Qwen2-MoE, a shared expert."""
-    spec: ModelSpec = find_spec(config.model_type)
     mlp = f"model.layers.{layer}.mlp."
-    hub_parts = [part for param in spec.expert_params for part in param.hub_parts]
+    moe_name, hub_parts = _HUB_NAMES[config.model_type]
+    moe = f"model.layers.{layer}.{moe_name}."
     dense_mlp = {part: tensors[mlp + part] for part in _MLP_PARTS}
     reference = dense_mlp["gate_proj.weight"]
 
     def normal(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * config.initializer_range).to(reference.dtype)
 
-    made = {mlp + "gate.weight": normal(config.num_experts, config.hidden_size)}
+    made = {moe + "gate.weight": normal(config.num_experts, config.hidden_size)}
     for expert in range(config.num_experts):
         for hub_part, weight in zip(hub_parts, dense_mlp.values(), strict=True):
-            made[f"{mlp}experts.{expert}.{hub_part}"] = _add_noise(weight, noise, generator)
+            made[f"{moe}experts.{expert}.{hub_part}"] = _add_noise(weight, noise, generator)
     if isinstance(config, Qwen2MoeConfig):
         # Only the last matrix is zero: were all three, no gradient would ever reach any of them.
         size = config.shared_expert_intermediate_size
-        made[mlp + "shared_expert.gate_proj.weight"] = normal(size, config.hidden_size)
-        made[mlp + "shared_expert.up_proj.weight"] = normal(size, config.hidden_size)
-        made[mlp + "shared_expert.down_proj.weight"] = reference.new_zeros(config.hidden_size, size)
-        made[mlp + "shared_expert_gate.weight"] = reference.new_zeros(1, config.hidden_size)
-    for module_part, hub_part in spec.hub_renames:
-        made = {name.replace(module_part, hub_part): tensor for name, tensor in made.items()}
+        made[moe + "shared_expert.gate_proj.weight"] = normal(size, config.hidden_size)
+        made[moe + "shared_expert.up_proj.weight"] = normal(size, config.hidden_size)
+        made[moe + "shared_expert.down_proj.weight"] = reference.new_zeros(config.hidden_size, size)
+        made[moe + "shared_expert_gate.weight"] = reference.new_zeros(1, config.hidden_size)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(mlp)} | made
 
 

@@ -43,21 +43,23 @@ class _WeightedSum(torch.autograd.Function):
         num_tokens, top_k = weights_TK.shape
         rows_TKH = rows_SH.index_select(0, inverse_S).view(num_tokens, top_k, rows_SH.size(-1))
         ctx.save_for_backward(rows_TKH, weights_TK, order_S)
+        dtype = torch.promote_types(rows_SH.dtype, weights_TK.dtype)
         # A tensor of its own, not a squeezed view: FSDP hangs its backward on the experts' output, and an in-place
         # operation on a view (a model's ``out += shared``) would silently drop that.
-        out_TH = rows_SH.new_empty(num_tokens, rows_SH.size(-1))
-        torch.bmm(weights_TK.to(rows_SH.dtype).unsqueeze(1), rows_TKH, out=out_TH.unsqueeze(1))
-        return out_TH
+        out_TH = rows_SH.new_empty(num_tokens, rows_SH.size(-1), dtype=dtype)
+        torch.bmm(weights_TK.to(dtype).unsqueeze(1), rows_TKH.to(dtype), out=out_TH.unsqueeze(1))
+        return out_TH.to(rows_SH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows_TKH, weights_TK, order_S = ctx.saved_tensors
         grad_TH, top_k = grads[0], weights_TK.size(1)
+        dtype = torch.promote_types(rows_TKH.dtype, weights_TK.dtype)
         # dL/drow(t, k) = w(t, k) * g(t), written straight in the order in which the rows go back to their experts.
-        weights_S1 = weights_TK.to(grad_TH.dtype).reshape(-1, 1).index_select(0, order_S)
-        grad_rows_SH = grad_TH.index_select(0, order_S // top_k).mul_(weights_S1)
-        grad_weights_TK = torch.bmm(rows_TKH, grad_TH.unsqueeze(-1)).squeeze(-1).to(weights_TK.dtype)
-        return grad_rows_SH, grad_weights_TK, None, None
+        weights_S1 = weights_TK.to(dtype).reshape(-1, 1).index_select(0, order_S)
+        grad_rows_SH = grad_TH.to(dtype).index_select(0, order_S // top_k).mul_(weights_S1).to(rows_TKH.dtype)
+        grad_weights_TK = torch.bmm(rows_TKH.to(dtype), grad_TH.to(dtype).unsqueeze(-1)).squeeze(-1)
+        return grad_rows_SH, grad_weights_TK.to(weights_TK.dtype), None, None
 
 
 def invert(order: Tensor) -> Tensor:
@@ -97,7 +99,8 @@ def weighted_sum(rows_SH: Tensor, weights_TK: Tensor, order_S: Tensor, inverse_S
         weights_TK: [T, K] floating, differentiable: the router's gradient comes from here.
 
     Returns:
-        [T, H] in the rows' dtype (the sum over K is accumulated in fp32 by the matmul).
+        [T, H] in the rows' dtype. Products and sums, here and of the gradients, are in the wider of both dtypes:
+        weights in fp32 aren't rounded to bf16 rows.
     """
     out: Tensor = _WeightedSum.apply(rows_SH, weights_TK, order_S, inverse_S)
     return out

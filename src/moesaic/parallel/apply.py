@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -17,11 +18,12 @@ from moesaic.meshes import Meshes
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
 from moesaic.parallel.activation_checkpointing import apply_activation_checkpointing
-from moesaic.parallel.efsdp import FSDPPlan, expert_fully_shard_modules, set_gradient_sum
+from moesaic.parallel.efsdp import FSDPPlan, expert_fully_shard_modules, find_experts_params, set_gradient_sum
 from moesaic.parallel.experts import ExpertPlan, expert_parallelize_modules, find_expert_modules
-from moesaic.parallel.outer import apply_fsdp2, apply_outer_fsdp, find_blocks, replicate_modules
+from moesaic.parallel.freeze import freeze_modules
+from moesaic.parallel.outer import MixedExperts, apply_fsdp2, apply_outer_fsdp, find_text_blocks, replicate_modules
 from moesaic.parallel.prefetch import set_prefetch_order
-from moesaic.specs import ModelSpec, find_spec, registered_specs
+from moesaic.specs import ModelSpec, find_spec, refusal
 from moesaic.weights.load import load_weights
 
 
@@ -32,11 +34,19 @@ class ParallelOptions:
     Attributes:
         expert_parallel: path B (explicit expert parallelism, also at ep 1); False is path A, FSDP2 alone.
         ep_dispatcher: name of the dispatcher (path B).
-        storage_dtype: dtype of the sharded parameters, and so of the optimizer's state.
+        storage_dtype: dtype of the sharded parameters, and so of the optimizer's state. All of them: FSDP2 wants one
+            dtype in a unit, also where a family keeps some in fp32.
         compute_dtype: dtype of gathered parameters and activations; gradients are reduced in fp32.
         reshard_after_forward: free gathered parameters between forward and backward.
         activation_checkpointing: recompute blocks in backward, with their routing kept.
+        exchanged_tokens: what was sent to experts and back is kept for recomputation too, or sent again.
+        offload: shards, their gradients and the optimizer's state stay on the host.
+        fsdp_implementation: experts are units of their own, or belong to their block's unit, on a mesh of their own
+            (path B).
+        hook_modules: globs of modules around the experts whose forward gathers them; empty: the experts' own (path B,
+            ``native``).
         fsdp_ignored_modules: globs of modules that are kept whole on every rank (path B); gradients are still summed.
+        frozen_modules: globs of modules that are not trained.
     """
 
     expert_parallel: bool = True
@@ -45,15 +55,26 @@ class ParallelOptions:
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
     activation_checkpointing: bool = False
+    exchanged_tokens: Literal["keep", "recompute"] = "keep"
+    offload: bool = False
+    fsdp_implementation: Literal["native", "custom"] = "native"
+    hook_modules: tuple[str, ...] = ()
     fsdp_ignored_modules: tuple[str, ...] = ()
+    frozen_modules: tuple[str, ...] = ()
 
-    @property
-    def fsdp_plan(self) -> FSDPPlan:
+    def fsdp_plan(self, device_type: str) -> FSDPPlan:
         """The same policy for experts and dense parameters."""
         policy = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32)
         if self.compute_dtype == self.storage_dtype == torch.float32:
             policy = MixedPrecisionPolicy()
-        return FSDPPlan(gradient_reduction="sum", mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        # Copies between pinned memory and an accelerator overlap with computation; on CPU there is nothing to pin for.
+        offloads = CPUOffloadPolicy(pin_memory=device_type != "cpu") if self.offload else OffloadPolicy()
+        return FSDPPlan(
+            gradient_reduction="sum",
+            mp_policy=policy,
+            reshard_after_forward=self.reshard_after_forward,
+            offload_policy=offloads,
+        )
 
 
 def from_pretrained(
@@ -73,25 +94,32 @@ def from_pretrained(
         path: folder with ``config.json`` and safetensors.
         options: see ``ParallelOptions``.
         attn_implementation: as in transformers; None picks what transformers' ``from_pretrained`` would pick.
-        spec: the family's spec; default: the registered one of the config's ``model_type`` (needed on path B).
+        spec: the family's spec (path B); default: ``find_spec`` of the config's ``model_type``.
         kernels: implementations of operators, see ``select_kernels``; default: ``auto`` for the meshes' device.
 
     Returns:
         The model in training mode; parameters are DTensors, ``state_dict()`` keys are the Hugging Face module's.
 
     Raises:
-        ValueError: no spec for the family, kernels that match nothing in the model, or a checkpoint that doesn't fit it
-            (all keys listed).
+        ValueError: a family that path B can't train, kernels that match nothing in the model, or a checkpoint that
+            doesn't fit it (all keys listed).
     """
     options = options or ParallelOptions()
     model = build_on_meta(path, attn_implementation=attn_implementation, dtype=options.storage_dtype)
-    if spec is None and (options.expert_parallel or model.config.model_type in registered_specs()):
-        spec = find_spec(model.config.model_type)
     apply_kernels(model, kernels or select_kernels(device_type=meshes.dense.device_type))
     parallelize(model, meshes, spec, options)
-    materialize(model, torch.device(meshes.dense.device_type))
-    load_weights(model, Path(path), spec)
+    give_storage(model, meshes, options)
+    load_weights(model, Path(path))
     return cast(PreTrainedModel, model.train())
+
+
+def give_storage(model: PreTrainedModel, meshes: Meshes, options: ParallelOptions) -> None:
+    """``materialize`` a parallelized model, in place: on its device; where it is offloaded, its shards on the host."""
+    device = torch.device(meshes.dense.device_type)
+    materialize(model, torch.device("cpu") if options.offload else device)
+    for module in model.modules() if options.offload else ():  # buffers are whole, and used where the forward runs
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
 
 
 def parallelize(
@@ -100,34 +128,51 @@ def parallelize(
     """Shard ``model`` (on meta, or whole and equal on every rank) over ``meshes``. In place; every rank must call it.
 
     Args:
-        spec: the family's spec; default: the registered one (path B; path A needs none).
+        spec: the family's spec (path B); default: ``find_spec`` of the config's ``model_type``.
 
     Raises:
-        ValueError: the model was parallelized before, its family has no spec, or it doesn't fit its spec.
+        ValueError: the model was parallelized before; path B can't train its family; it has no experts, or its experts
+            don't fit ``ep`` or the spec.
     """
     options = options or ParallelOptions()
     _refuse_parallelized(model)
+    _cast_parameters(model, options.storage_dtype)
+    freeze_modules(model, options.frozen_modules)
     ties = find_ties(model)
-    blocks = find_blocks(model)
+    blocks = find_text_blocks(model)
     if options.expert_parallel:
+        _refuse_family(model.config.model_type)
         spec = spec or find_spec(model.config.model_type)
-        _apply_path_b(model, meshes, ExpertPlan.from_spec(spec, options.ep_dispatcher), options)
+        _apply_path_b(model, meshes, ExpertPlan.from_spec(spec, options.ep_dispatcher), options, blocks)
     else:
-        _apply_path_a(model, meshes, options.fsdp_plan)
+        _apply_path_a(model, meshes, options.fsdp_plan(meshes.dense.device_type))
     if options.activation_checkpointing:
-        apply_activation_checkpointing(model, blocks)
+        apply_activation_checkpointing(model, blocks, keeps_tokens=options.exchanged_tokens == "keep")
     _assert_owned(model)
     assert find_ties(model) == ties, "a tie got lost: tied modules must belong to one FSDP unit"
     return model
 
 
-def _apply_path_b(model: PreTrainedModel, meshes: Meshes, plan: ExpertPlan, options: ParallelOptions) -> None:
-    fsdp_plan = options.fsdp_plan
+def _apply_path_b(
+    model: PreTrainedModel, meshes: Meshes, plan: ExpertPlan, options: ParallelOptions, blocks: Sequence[nn.Module]
+) -> None:
+    if options.fsdp_implementation == "custom" and (meshes.sizes.ep_size == 1 or options.hook_modules):
+        raise ValueError(
+            "fsdp_implementation=custom: a block's one unit holds its experts, on a mesh of their own. It takes an "
+            "ep_size of at least 2 and no hook_modules; otherwise choose native."
+        )
+    device_type, patterns = meshes.dense.device_type, options.fsdp_ignored_modules
+    fsdp_plan = options.fsdp_plan(device_type)
     expert_parallelize_modules(model, meshes.expert["ep"], plan)
-    owned = expert_fully_shard_modules(model, meshes.expert_fsdp, plan, fsdp_plan)
-    owned |= replicate_modules(model, options.fsdp_ignored_modules, meshes.dense.device_type, fsdp_plan)
-    blocks = apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=owned)
-    set_prefetch_order(cast(FSDPModule, model), [_units(cast(nn.Module, block)) for block in blocks])
+    experts = find_experts_params(model, plan)
+    replicated = replicate_modules(model, patterns, device_type, fsdp_plan, ignored_params=experts)
+    if options.fsdp_implementation == "custom":
+        mixed = MixedExperts(params=experts, mesh=meshes.expert_fsdp)
+        apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=replicated, experts=mixed)
+    else:
+        apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=replicated | experts)
+        expert_fully_shard_modules(model, meshes.expert_fsdp, plan, fsdp_plan, options.hook_modules)
+    set_prefetch_order(cast(FSDPModule, model), [_units(block) for block in blocks])
 
 
 def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan) -> None:
@@ -135,6 +180,7 @@ def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan) -
         "mesh": meshes.dense_fsdp,
         "mp_policy": fsdp_plan.mp_policy,
         "reshard_after_forward": fsdp_plan.reshard_after_forward,
+        "offload_policy": fsdp_plan.offload_policy,
     }
     for unit in _units(apply_fsdp2(model, kwargs)):
         set_gradient_sum(unit, meshes.dense_fsdp)
@@ -160,6 +206,22 @@ def _refuse_parallelized(model: nn.Module) -> None:
             f"{type(model).__name__} is already parallelized (e.g. {(sharded or ['experts'])[0]}). "
             "Build the model anew: a model is parallelized once, on one set of meshes."
         )
+
+
+def _refuse_family(model_type: str) -> None:
+    reason = refusal(model_type)
+    if reason is not None:
+        raise ValueError(
+            f"model_type={model_type!r} can't be trained with expert parallelism: {reason}. Use FSDP2 alone "
+            "(expert_parallel=False), or another model."
+        )
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Every floating parameter to ``dtype``, in place, ties kept. Not buffers: they aren't sharded."""
+    for param in model.parameters():
+        if param.is_floating_point() and param.dtype != dtype:
+            param.data = param.data.to(dtype)
 
 
 def _assert_owned(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,13 +20,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moesaic.config.parallel import ep_size_problem
 from moesaic.dispatch import Dispatcher, build_dispatcher
+from moesaic.model.seam import DOWN, find_experts, num_experts, stacked_params, up_name
 from moesaic.ops.grouped_mm import grouped_linear
-from moesaic.specs import ModelSpec, match_names
+from moesaic.specs import ModelSpec
 
 EXPERTS_FUNCTION = "moesaic"
-# What transformers' experts seam puts on a module, and the parameters that it then has: [E, 2I, H] and [E, H, I].
-SEAM_FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-PARAMS = ("gate_up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +32,12 @@ class ExpertPlan:
     """Which experts to split, and how tokens reach them.
 
     Attributes:
-        modules: glob of the experts modules; ``*`` stands for one path segment.
+        modules: glob of the experts modules, ``*`` standing for one path segment; None: every module at transformers'
+            experts seam.
         dispatcher: name of the dispatcher.
     """
 
-    modules: str
+    modules: str | None = None
     dispatcher: str = "eager"
 
     @classmethod
@@ -84,16 +82,23 @@ def expert_parallelize_modules(model: nn.Module, ep_mesh: DeviceMesh, plan: Expe
     """Split the experts of ``model`` over ``ep_mesh`` (dim 0, in chunks) and dispatch tokens to them. In place.
 
     Every rank of the mesh must call it. Parameters may lie on meta, or hold the same whole values on every rank.
-    Afterwards each stacked parameter is a DTensor ``[E, ...]`` with ``Shard(0)`` on ``ep_mesh``.
+    Afterwards each stacked parameter (weights and biases) is a DTensor ``[E, ...]`` with ``Shard(0)`` on ``ep_mesh``. A
+    post-expert norm, which all experts share, stays as it is: a dense parameter, applied on the tokens' own ranks.
 
     Args:
         ep_mesh: 1-D; rank p gets experts ``[p*c, (p+1)*c)``, ``c = ceil(E/P)``.
 
     Raises:
-        ValueError: the glob matches nothing; a module is not at the experts seam, or was parallelized before; a rank
-            would be left without an expert.
+        ValueError: the plan matches nothing; a module is not at the experts seam, holds parameters that the seam
+            doesn't know, or was parallelized before; a rank would be left without an expert.
     """
-    modules = {name: model.get_submodule(name) for name in match_names(plan.modules, dict(model.named_modules()))}
+    modules = find_experts(model, plan.modules)
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} has no module at transformers' experts seam (use_experts_implementation): there "
+            "is nothing to split over ep. It is a dense model, was configured without experts, or holds them in "
+            "another way: use FSDP2 alone."
+        )
     problems = [problem for name, module in modules.items() if (problem := _problem(name, module, ep_mesh.size()))]
     if problems:
         raise ValueError("\n".join(problems))
@@ -108,57 +113,61 @@ def expert_parallel(experts: nn.Module) -> ExpertParallel:
 
 
 def _problem(name: str, module: nn.Module, ep_size: int) -> str | None:
-    if not set(SEAM_FLAGS) <= set(vars(module)):
-        return (
-            f"{name}: {type(module).__name__} is not at transformers' experts seam (use_experts_implementation). "
-            "Name the modules that hold the stacked experts, or use FSDP2 alone for this model."
-        )
-    flags = cast(Any, module)
-    if not flags.has_gate or flags.has_bias or flags.is_transposed or flags.has_post_expert_norm:
-        return f"{name}: experts with bias, without gate, transposed, or with a post-expert norm are not supported yet."
-    if any(isinstance(module.get_parameter(param), DTensor) for param in PARAMS):
+    if any(isinstance(param, DTensor) for param in stacked_params(module).values()):
         return f"{name}: already sharded. Build the model anew: a model is parallelized once, on one set of meshes."
-    return ep_size_problem(module.get_parameter(PARAMS[0]).size(0), ep_size)
+    problem = ep_size_problem(num_experts(module), ep_size)
+    return None if problem is None else f"{name}: {problem}"
 
 
 def _parallelize_experts(module: nn.Module, ep_mesh: DeviceMesh, plan: ExpertPlan) -> None:
-    num_experts = module.get_parameter(PARAMS[0]).size(0)
-    for name in PARAMS:
-        param = module.get_parameter(name)
+    total = num_experts(module)
+    for name, param in stacked_params(module).items():
         # src_data_rank=None: each rank cuts its own slice, nothing is sent.
         local = distribute_tensor(param.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))
-    dispatcher = build_dispatcher(plan.dispatcher, ep_mesh.get_group(), math.ceil(num_experts / ep_mesh.size()))
+    dispatcher = build_dispatcher(plan.dispatcher, ep_mesh.get_group(), math.ceil(total / ep_mesh.size()))
     experts = cast(Any, module)
-    experts.expert_parallel = ExpertParallel(dispatcher, ep_mesh, num_experts, ExpertLoad())
+    experts.expert_parallel = ExpertParallel(dispatcher, ep_mesh, total, ExpertLoad())
     # A config of its own: the model's config, which other models may share, keeps the implementation it names.
     experts.config = copy.copy(experts.config)
     experts.config._experts_implementation = EXPERTS_FUNCTION
 
 
-def _local_weight(param: Tensor) -> Tensor:
+def _local(experts: nn.Module, name: str) -> Tensor:
     # Each EP rank differentiates its own experts only, so the local gradient is this rank's shard of the whole one.
+    param = experts.get_parameter(name)
     return param.to_local(grad_placements=[Shard(0)]) if isinstance(param, DTensor) else param
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Forward of an experts module over its EP group, as transformers' experts seam calls it.
+    """Forward of an experts module over its EP group, as transformers' experts seam calls it, for all of its flags.
 
     Collective over the EP group; a rank without tokens calls it too.
 
     Args:
-        hidden_states: [T, H]; top_k_index: [T, K] int64 global expert ids; top_k_weights: [T, K].
+        hidden_states: [T, H]; top_k_index: [T, K] int64 global expert ids; top_k_weights: [T, K], in fp32 or the
+            dtype of ``hidden_states``. The experts compute in their weights' dtype.
 
     Returns:
         [T, H], dtype of ``hidden_states``.
     """
-    state = expert_parallel(experts)
-    gate_up_C2IH, down_CHI = (_local_weight(experts.get_parameter(name)) for name in PARAMS)
-    rows, offsets, receipt = state.dispatcher.dispatch(hidden_states, top_k_index, top_k_weights, gate_up_C2IH.size(0))
+    module, state = cast(Any, experts), expert_parallel(experts)
+    weight = _local(experts, DOWN)
+    rows, offsets, receipt = state.dispatcher.dispatch(
+        hidden_states.to(weight.dtype), top_k_index, top_k_weights, weight.size(0)
+    )
     state.load.add(offsets)
-    apply_gate = cast(Callable[[Tensor], Tensor], experts._apply_gate)
-    gated = apply_gate(grouped_linear(rows, gate_up_C2IH, offsets))
-    return state.dispatcher.combine(grouped_linear(gated, down_CHI, offsets), receipt).to(hidden_states.dtype)
+    gate_up = _grouped_linear(experts, up_name(experts), rows, offsets)
+    activated = module._apply_gate(gate_up) if module.has_gate else module.act_fn(gate_up)
+    down = _grouped_linear(experts, DOWN, activated, offsets)
+    norm = module.post_expert_norm if module.has_post_expert_norm else None
+    return state.dispatcher.combine(down, receipt, norm).to(hidden_states.dtype)
+
+
+def _grouped_linear(experts: nn.Module, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+    flags, weight = cast(Any, experts), _local(experts, name)
+    bias = _local(experts, f"{name}_bias") if flags.has_bias else None
+    return grouped_linear(rows.to(weight.dtype), weight, offsets, bias, flags.is_transposed)
 
 
 def find_expert_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from moesaic.parallel.efsdp import FSDPPlan, set_gradient_sum
-from moesaic.parallel.shard_rules import build_even_placement_fn
+from moesaic.parallel.efsdp import FSDPPlan, set_gradient_sum, set_mixed_gradient_sum
+from moesaic.parallel.shard_rules import build_even_placement_fn, build_mixed_placement_fn
 from moesaic.specs import match_names
 
 
@@ -33,33 +34,71 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def find_text_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """Those of ``find_blocks`` that belong to the language model: a tower's are sharded too, but no text runs them."""
+    inside = set(model.get_decoder().modules())
+    return [block for block in find_blocks(model) if block in inside]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedExperts:
+    """Experts that the blocks' own units shard, over a mesh of their own: the parameters and ``(edp, efsdp)``."""
+
+    params: set[nn.Parameter]
+    mesh: DeviceMesh
+
+
 def apply_outer_fsdp(
-    model: nn.Module, mesh: DeviceMesh, plan: FSDPPlan, ignored_params: set[nn.Parameter]
-) -> list[FSDPModule]:
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: FSDPPlan,
+    ignored_params: set[nn.Parameter],
+    experts: MixedExperts | None = None,
+) -> None:
     """``fully_shard`` each block, then the root, over ``mesh`` along dim 0. In place; every rank of the mesh must call.
+
+    It must come before units of experts: FSDP doesn't look below a unit, and what is dense in there (a post-expert
+    norm, or the router below one of ``hook_modules``) is the block's.
 
     Args:
         mesh: ``mp_shard``, or ``(mp_replicate, mp_shard)`` for HSDP.
-        ignored_params: parameters that another FSDP owns (the experts).
-
-    Returns:
-        The blocks' units, in forward order.
+        ignored_params: parameters that another FSDP owns, e.g. the experts.
+        experts: experts that belong to their block's unit; the plan must reduce gradients as sums.
     """
-    common: dict[str, Any] = {"mesh": mesh, "mp_policy": plan.mp_policy, "ignored_params": ignored_params}
-    blocks = [
-        fully_shard(block, reshard_after_forward=plan.reshard_after_forward, **common) for block in find_blocks(model)
-    ]
-    # The root's parameters (embedding, final norm, head) are needed again at once in backward: it keeps them.
-    for unit in (*blocks, fully_shard(model, reshard_after_forward=False, **common)):
-        set_gradient_sum(unit, mesh)
-    return blocks
+    common: dict[str, Any] = {"mesh": mesh, "mp_policy": plan.mp_policy, "offload_policy": plan.offload_policy}
+    common["ignored_params"] = ignored_params
+    left = set[nn.Parameter]()
+    if experts is not None:
+        assert experts.mesh.get_group(experts.mesh.ndim - 1) is not mesh.get_group(mesh.ndim - 1), "one mesh, not two"
+        common["shard_placement_fn"] = build_mixed_placement_fn(experts.params, experts.mesh)
+        left = set(experts.params)
+    blocks = find_blocks(model)
+    # A block within a block first; the root's parameters (embedding, final norm, head) are needed again at once in
+    # backward: it keeps them.
+    for module, reshards in [*((block, plan.reshard_after_forward) for block in reversed(blocks)), (model, False)]:
+        own = left.intersection(module.parameters())
+        unit = fully_shard(module, reshard_after_forward=reshards, **common)
+        left -= own
+        if own:
+            set_mixed_gradient_sum(unit)
+        else:
+            set_gradient_sum(unit, mesh)
 
 
-def replicate_modules(model: nn.Module, patterns: Sequence[str], device_type: str, plan: FSDPPlan) -> set[nn.Parameter]:
+def replicate_modules(
+    model: nn.Module,
+    patterns: Sequence[str],
+    device_type: str,
+    plan: FSDPPlan,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> set[nn.Parameter]:
     """Keep the modules that the globs name whole on every rank; their gradients are still summed. In place.
 
     They become FSDP units on a mesh of W replicas of one shard, so that dtypes, reduction and norm are those of every
     other unit. Every rank must call it; no tensor parallelism (its ranks would count the same tokens again).
+
+    Args:
+        ignored_params: parameters in them that are sharded all the same (experts).
 
     Returns:
         Their parameters, for the outer FSDP to ignore.
@@ -72,11 +111,18 @@ def replicate_modules(model: nn.Module, patterns: Sequence[str], device_type: st
     names = dict.fromkeys(name for p in patterns for name in match_names(p, dict(model.named_modules())))
     _refuse_half_of_a_tie(model, names)
     mesh = init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=("replica", "whole"))
-    replicated: set[nn.Parameter] = set()
+    ignored, replicated = ignored_params or set(), set[nn.Parameter]()
     for module in map(model.get_submodule, names):
-        unit = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=plan.mp_policy)
+        unit = fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=False,
+            mp_policy=plan.mp_policy,
+            offload_policy=plan.offload_policy,
+            ignored_params=ignored,
+        )
         set_gradient_sum(unit, mesh)
-        replicated.update(module.parameters())
+        replicated.update(set(module.parameters()) - ignored)
     return replicated
 
 
@@ -107,7 +153,7 @@ def apply_fsdp2(model: nn.Module, fsdp_kwargs: Mapping[str, Any]) -> nn.Module:
     if "mesh" not in fsdp_kwargs:
         raise ValueError("fsdp_kwargs: 'mesh' is missing; pass the DeviceMesh to shard over.")
     kwargs = {"shard_placement_fn": build_even_placement_fn(fsdp_kwargs["mesh"].size(-1)), **fsdp_kwargs}
-    for block in find_blocks(model):
+    for block in reversed(find_blocks(model)):  # a block within a block first
         fully_shard(block, **kwargs)
     fully_shard(model, **{**kwargs, "reshard_after_forward": False})
     return model

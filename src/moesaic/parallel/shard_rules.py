@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 from moesaic.ops.placements import shard_dim
@@ -46,6 +48,29 @@ def build_expert_placement_fn(efsdp_size: int) -> ShardPlacementFn:
                 efsdp_size,
             )
         return Shard(dim or 0)
+
+    return placement
+
+
+def build_mixed_placement_fn(
+    experts_params: set[nn.Parameter], efsdp_mesh: DeviceMesh
+) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Placement for one unit of two meshes: experts over ``efsdp_mesh``, everything else as the unit's own mesh says.
+
+    Args:
+        experts_params: the experts' parameters, split over EP.
+        efsdp_mesh: ``efsdp``, or ``(edp, efsdp)`` for replicated experts.
+    """
+    # One object for all units: FSDP tells its groups of parameters apart by it.
+    info = (
+        FSDPMeshInfo(efsdp_mesh, shard_mesh_dim=0)
+        if efsdp_mesh.ndim == 1
+        else HSDPMeshInfo(efsdp_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    )
+    place_expert = build_expert_placement_fn(efsdp_mesh.size(-1))
+
+    def placement(param: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(place_expert(param), info) if param in experts_params else None
 
     return placement
 

@@ -1,6 +1,7 @@
-"""Model families as data: where the experts are, which modules are blocks, how the Hub's files name them."""
+"""Model families as data: what a model doesn't show by itself, and which families expert parallelism can't train."""
 
-from moesaic.specs.base import ExpertParam, ModelSpec
-from moesaic.specs.registry import find_spec, match_names, register_spec, registered_specs
+from moesaic.specs.base import ModelSpec
+from moesaic.specs.refused import refusal
+from moesaic.specs.registry import find_spec, match_names, register_spec
 
-__all__ = ["ExpertParam", "ModelSpec", "find_spec", "match_names", "register_spec", "registered_specs"]
+__all__ = ["ModelSpec", "find_spec", "match_names", "refusal", "register_spec"]

@@ -1,15 +1,11 @@
-"""Which spec serves which model. An unknown model is an error that lists the known ones, never a silent skip."""
+"""Which spec serves which model: one that was registered, or one that says nothing but the family's name."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 
-from moesaic.specs import mixtral, qwen2_moe, qwen3_5_moe, qwen3_moe
 from moesaic.specs.base import ModelSpec
-
-BUILT_IN_SPECS: tuple[ModelSpec, ...] = (qwen3_moe.SPEC, qwen2_moe.SPEC, qwen3_5_moe.SPEC, mixtral.SPEC)
 
 # The one table that a user extends; entries are added, never replaced silently.
 _SPECS: dict[str, ModelSpec] = {}
@@ -17,6 +13,10 @@ _SPECS: dict[str, ModelSpec] = {}
 
 def register_spec(spec: ModelSpec) -> None:
     """Make ``spec`` known under each of its model types.
+
+    For a family of one's own this is needed only where something differs from the defaults: experts at transformers'
+    experts seam are found without it. How the family's files name its tensors is told to transformers itself, with
+    ``transformers.conversion_mapping.register_checkpoint_conversion_mapping``; loading and exporting follow it.
 
     Raises:
         ValueError: a model type is taken by another spec.
@@ -32,23 +32,9 @@ def register_spec(spec: ModelSpec) -> None:
         _SPECS[model_type] = spec
 
 
-def registered_specs() -> Mapping[str, ModelSpec]:
-    """Read-only view: model type -> spec."""
-    return MappingProxyType(_SPECS)
-
-
 def find_spec(model_type: str) -> ModelSpec:
-    """The spec of a ``config.json``'s ``model_type``.
-
-    Raises:
-        ValueError: no spec serves it; the message lists those that exist and the remedy.
-    """
-    if model_type not in _SPECS:
-        raise ValueError(
-            f"model_type={model_type!r} has no spec. Known: {', '.join(sorted(_SPECS))}. "
-            "Describe the family with moesaic.register_spec(ModelSpec(...))."
-        )
-    return _SPECS[model_type]
+    """The spec of a ``config.json``'s ``model_type``: the registered one, or else the defaults under that name."""
+    return _SPECS.get(model_type) or ModelSpec(model_types=(model_type,))
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:
@@ -64,7 +50,3 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
     if not matched:
         raise ValueError(f"pattern {pattern!r} matches no name in this model; a '*' stands for one path segment.")
     return matched
-
-
-for _spec in BUILT_IN_SPECS:
-    register_spec(_spec)

@@ -15,14 +15,17 @@ a sliding window shorter than the documents; of a linear-attention layer only th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from moesaic.specs import ModelSpec, match_names
+from moesaic.model.seam import find_experts
+from moesaic.specs import ModelSpec
 
+# Layers, as configs call their kinds, in which no token looks at another by softmax attention.
+NO_PAIRS = frozenset({"linear_attention", "conv", "mamba", "moe", "mlp"})
 # Dense bf16 peak of one device, FLOP/s, from the makers' data sheets; a name's first match counts.
 PEAK_FLOPS_PER_S: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
@@ -44,15 +47,14 @@ def peak_flops_per_s(device_name: str | None) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS_PER_S if part in device_name), None)
 
 
-def num_active_params(model: nn.Module, spec: ModelSpec | None, top_k: int) -> float:
+def num_active_params(model: nn.Module, experts: Mapping[str, nn.Module], top_k: int) -> float:
     """Parameters that one token meets; see N above. Not collective: a DTensor knows its global size.
 
     Args:
-        spec: names the routed experts, stacked on dim 0; None for a model without any.
+        experts: modules of routed experts, by name; their own parameters are stacked on dim 0.
         top_k: experts that a token visits.
     """
     modules = dict(model.named_modules())
-    experts = set() if spec is None else set(match_names(spec.experts, modules))
     looked_up = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     multiplied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Linear)}
     total = 0.0
@@ -83,15 +85,26 @@ def num_causal_pairs(document_lengths: Iterable[int]) -> int:
     return sum(length * (length + 1) // 2 for length in document_lengths)
 
 
-def build_model_flops(model: PreTrainedModel, spec: ModelSpec | None) -> ModelFlops:
-    """What a token and a pair cost in a Hugging Face model. Not collective."""
+def build_model_flops(model: PreTrainedModel, spec: ModelSpec) -> ModelFlops:
+    """What a token and a pair cost in a Hugging Face model. Not collective.
+
+    Raises:
+        ValueError: the model has experts, and its config says in none of the spec's fields how many a token chooses.
+    """
     text_config = model.config.get_text_config()
     config = text_config.to_dict()
-    top_k = 1 if spec is None else config[text_config.attribute_map.get(spec.top_k_field, spec.top_k_field)]
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
-    num_layers = sum(kind != "linear_attention" for kind in kinds)
+    experts = find_experts(model, spec.experts)
+    top_k = next((config[field] for field in spec.top_k_fields if isinstance(config.get(field), int)), None)
+    if experts and top_k is None:
+        raise ValueError(
+            f"model_type={model.config.model_type!r}: its config has none of {spec.top_k_fields}, so the experts that "
+            "a token chooses can't be counted. Register a ModelSpec with the family's top_k_fields."
+        )
+    num_heads = text_config.num_attention_heads
+    head_size = config.get("head_dim") or text_config.hidden_size // num_heads
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    num_layers = sum(kind not in NO_PAIRS for kind in kinds) if kinds else text_config.num_hidden_layers
     return ModelFlops(
-        per_token=6 * num_active_params(model, spec, top_k),
-        per_pair=12 * num_layers * config["num_attention_heads"] * head_size,
+        per_token=6 * num_active_params(model, experts, top_k or 1),
+        per_pair=12 * num_layers * num_heads * head_size,
     )

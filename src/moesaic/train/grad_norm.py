@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -56,10 +57,11 @@ def _global_norm(params: list[nn.Parameter], norm_type: float) -> Tensor:
 def _reduced_power(mesh: DeviceMesh | None, params: list[nn.Parameter], norm_type: float) -> Tensor:
     """Sum of |g|^p (or maximum) over the parameters of one mesh, each distinct value once. 0-D fp32."""
     grads = [param.grad for param in params if param.grad is not None and _local(param.grad).numel()]
-    device = params[0].device
+    # Where the mesh's collectives run; offloaded gradients lie on the host, and only their norms come here.
+    device = params[0].device if mesh is None else torch.device(mesh.device_type)
     power = torch.zeros((), dtype=torch.float32, device=device)
     if grads:
-        norms = torch.stack(torch._foreach_norm([_local(grad) for grad in grads], norm_type, dtype=torch.float32))
+        norms = torch.cat([part.to(device) for part in _norms(grads, norm_type)])
         if math.isinf(norm_type):
             # A maximum over ranks may drop NaN, depending on which rank has it; infinity it keeps.
             power = torch.nan_to_num(norms.max(), nan=math.inf, posinf=math.inf)
@@ -70,6 +72,12 @@ def _reduced_power(mesh: DeviceMesh | None, params: list[nn.Parameter], norm_typ
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         dist.all_reduce(power, op=op, group=_flat_group(mesh))
     return power
+
+
+def _norms(grads: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each local gradient, in the order of ``grads``; a 1-D tensor for each run of one device."""
+    runs = itertools.groupby(map(_local, grads), key=lambda grad: grad.device)
+    return [torch.stack(torch._foreach_norm(list(run), norm_type, dtype=torch.float32)) for _, run in runs]
 
 
 def _num_copies(grad: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What is measured while training, and where it goes: console, ``metrics.jsonl``, TensorBoard.
+"""What is measured while training, and where it goes: console, ``metrics.jsonl``, boards (TensorBoard, ...).
 
 Measuring (``Meter``) is collective and happens on every rank, at logging steps only. Writing (``MetricsWriter``) is for
 rank 0.
@@ -10,8 +10,8 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,7 +25,10 @@ from moesaic.meshes import Meshes
 from moesaic.ops import host
 from moesaic.parallel.experts import expert_parallel, find_expert_modules
 from moesaic.runtime import device_type
+from moesaic.train.boards import Board, TensorBoard
+from moesaic.train.evaluate import HeldOut
 from moesaic.train.flops import ModelFlops, num_causal_pairs, peak_flops_per_s
+from moesaic.train.router import RouterTraining
 from moesaic.train.step import StepResult
 
 
@@ -88,6 +91,8 @@ class StepMetrics:
         mfu: ``tflops_per_rank`` over the device's bf16 peak; None where the peak isn't known.
         memory_gib: each rank's peak memory in GiB, by rank.
         expert_load: tokens of the most loaded expert / mean, per MoE layer, since the last logging step.
+        router: what the recipe's ``router_config`` asks for: ``aux_loss`` and ``z_loss`` of this step, without their
+            coefficients, which aren't part of ``loss``, and ``max_bias``, the largest correction bias by size.
     """
 
     step: int
@@ -102,12 +107,14 @@ class StepMetrics:
     mfu: float | None
     memory_gib: list[float]
     expert_load: dict[str, float]
+    router: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Everything as flat numbers, for curves: per-layer loads under their names, memory as the ranks' maximum."""
         scalars = {key: value for key, value in asdict(self).items() if isinstance(value, int | float)}
         del scalars["step"]
         scalars["memory_gib_max"] = max(self.memory_gib)
+        scalars |= {f"router/{name}": value for name, value in self.router.items()}
         return scalars | {f"expert_load/{name}": load for name, load in self.expert_load.items()}
 
 
@@ -118,12 +125,16 @@ class Meter:
         model: the sharded model.
         meshes: its meshes.
         flops: the model's, see ``build_model_flops``.
+        router: what trains its routers, if anything does.
     """
 
-    def __init__(self, model: nn.Module, meshes: Meshes, flops: ModelFlops) -> None:
+    def __init__(
+        self, model: nn.Module, meshes: Meshes, flops: ModelFlops, router: RouterTraining | None = None
+    ) -> None:
         self._model = model
         self._meshes = meshes
         self._flops = flops
+        self._router = router
         kind = meshes.data.device_type
         self._device = torch.device(kind)
         self._peak = peak_flops_per_s(None if kind == "cpu" else torch.get_device_module(kind).get_device_name())
@@ -176,24 +187,34 @@ class Meter:
             mfu=None if self._peak is None else flops_per_rank / self._peak,
             memory_gib=[num_bytes / 2**30 for num_bytes in memory],
             expert_load=gather_expert_load(self._model),
+            router={} if self._router is None else self._router.measure(),
         )
         self.restart()
         return metrics
 
 
 class MetricsWriter:
-    """Console with a progress bar, ``metrics.jsonl`` and TensorBoard files in ``folder``. On rank 0 only.
+    """Console with a progress bar, ``metrics.jsonl`` in ``folder``, and boards. On rank 0 only.
 
     ``metrics.jsonl`` gets one JSON object per logging step (``kind: train``, the fields of ``StepMetrics``) and one per
-    evaluation (``kind: eval``; ``step``, ``loss`` in nats per token, ``num_loss_tokens``). A resumed run appends.
+    evaluation (``kind: eval``; ``step``, ``loss`` in nats per token, ``num_loss_tokens``, and of each set by name these
+    two in ``sets``). A resumed run appends.
+
+    Args:
+        boards: where curves go, open; closed with the writer. None: TensorBoard files in ``folder``.
     """
 
-    def __init__(self, folder: Path, num_steps: int, first_step: int = 0, console: Console | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def __init__(
+        self,
+        folder: Path,
+        num_steps: int,
+        first_step: int = 0,
+        console: Console | None = None,
+        boards: Sequence[Board] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        self._boards = (TensorBoard(folder),) if boards is None else tuple(boards)
         self._console = console or Console(highlight=False)
         columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
@@ -208,15 +229,18 @@ class MetricsWriter:
     def write_step(self, metrics: StepMetrics) -> None:
         """One line to the console and to ``metrics.jsonl``, and a point on each curve."""
         self._append({"kind": "train", **asdict(metrics)})
-        for name, value in metrics.scalars().items():
-            self._board.add_scalar(f"train/{name}", value, metrics.step)
+        self._plot({f"train/{name}": value for name, value in metrics.scalars().items()}, metrics.step)
         self._print(_step_line(metrics, self._num_steps))
 
-    def write_eval(self, step: int, loss: float, num_loss_tokens: int) -> None:
-        """The held-out loss after optimizer step ``step``."""
-        self._append({"kind": "eval", "step": step, "loss": loss, "num_loss_tokens": num_loss_tokens})
-        self._board.add_scalar("eval/loss", loss, step)
-        self._print(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {loss:.4f}")
+    def write_eval(self, step: int, held_out: HeldOut) -> None:
+        """The held-out losses after optimizer step ``step``."""
+        sets = {name: {"loss": loss, "num_loss_tokens": count} for name, (loss, count) in held_out.sets.items()}
+        loss, count = held_out.loss, held_out.num_loss_tokens
+        self._append({"kind": "eval", "step": step, "loss": loss, "num_loss_tokens": count, "sets": sets})
+        each = {name: loss for name, (loss, _) in held_out.sets.items()} if len(sets) > 1 else {}
+        self._plot({"eval/loss": loss} | {f"eval/loss/{name}": value for name, value in each.items()}, step)
+        parts = "".join(f"  {name} {value:.4f}" for name, value in each.items())
+        self._print(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {loss:.4f}{parts}")
 
     def print(self, text: str) -> None:
         """A line on the console, above the progress bar."""
@@ -225,8 +249,13 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush and close everything; the bar stays as it is."""
         self._progress.stop()
-        self._board.close()
+        for board in self._boards:
+            board.close()
         self._file.close()
+
+    def _plot(self, scalars: Mapping[str, float], step: int) -> None:
+        for board in self._boards:
+            board.write(scalars, step)
 
     def _append(self, record: Mapping[str, object]) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -250,4 +279,5 @@ def _step_line(metrics: StepMetrics, num_steps: int) -> str:
     ]
     if metrics.expert_load:
         parts.append(f"expert load max/mean {max(metrics.expert_load.values()):.2f}")
+    parts += [f"{name} {value:.4g}" for name, value in metrics.router.items()]
     return "  ".join(parts)

@@ -1,9 +1,11 @@
 """The optimizer and the course of its learning rate.
 
 Decisions:
-- AdamW's ``fused`` form on every device: one pass over memory, no temporaries the size of the model, and elementwise:
-  a shard's update is bit-equal to the same slice of the whole parameter's. Parameters are DTensors on two meshes
-  (dense, expert): torch runs the kernel on their local shards, whatever the mesh.
+- AdamW's ``fused`` form by default, on every device: one pass over memory, no temporaries the size of the model, and
+  elementwise: a shard's update is bit-equal to the same slice of the whole parameter's. Parameters are DTensors on two
+  meshes (dense, expert): torch runs the kernel on their local shards, whatever the mesh. So it does for ``foreach``.
+- No Muon: torch's takes matrices only, while experts are stacked in three dims; and on sharded matrices its iteration
+  in bf16 rounds by topology (some percent of an update), so that no topology would compute what one process computes.
 - No weight decay on parameters with fewer than two dims (norms, biases): pulling them to zero regularises nothing.
 - Plain tensors (modules left out of FSDP) get groups of their own: one kernel can't take them together with DTensors.
 """
@@ -38,7 +40,16 @@ def build_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float)
         {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
         for (decays, _), params in groups.items()
     ]
-    return AdamW(param_groups, lr=learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    assert config.name == "adamw", "check_recipe refuses the others"
+    is_fused = config.implementation == "fused"
+    return AdamW(
+        param_groups,
+        lr=learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=is_fused,
+        foreach=not is_fused,
+    )
 
 
 def build_scheduler(optimizer: Optimizer, config: LrSchedulerConfig, num_steps: int) -> LambdaLR:

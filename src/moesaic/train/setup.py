@@ -13,34 +13,26 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 from moesaic import __version__
-from moesaic.checkpoint import TrainState, load_checkpoint, refuse_strided
-from moesaic.config import DatasetConfig, Fsdp2Config, Problem, Recipe, RecipeError, num_micro_batches, save_recipe
+from moesaic.checkpoint import TrainState, load_checkpoint
+from moesaic.config import Fsdp2Config, FsdpTurboConfig, Problem, Recipe, RecipeError, save_recipe
 from moesaic.config.run_folder import choose_checkpoint, run_folder_problems
-from moesaic.data import BatchLoader, DataReport, EvalLoader, SftDataset, build_sft_dataset, choose_pad_token_id
+from moesaic.data import StreamLoader
 from moesaic.kernels import find_bound_kernels, select_kernels
 from moesaic.meshes import Meshes, build_meshes
-from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
-from moesaic.parallel.apply import ParallelOptions, from_pretrained, parallelize
+from moesaic.parallel.apply import ParallelOptions, from_pretrained, give_storage, parallelize
 from moesaic.runtime import device_type, init_process_group, seed_all, use_determinism
-from moesaic.specs import ModelSpec, registered_specs
+from moesaic.specs import ModelSpec, find_spec
+from moesaic.train.data import RunData, build_data, save_data_report
 from moesaic.train.optim import build_optimizer, build_scheduler
-from moesaic.weights.family import require_spec
+from moesaic.train.router import RouterOptions, RouterTraining, build_router_training
+from moesaic.weights.family import require_known_layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy", "pydantic")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunData:
-    """The samples of a run. ``reports`` say what became of every row of the sources."""
-
-    loader: BatchLoader
-    eval_loader: EvalLoader | None
-    reports: tuple[DataReport, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +45,7 @@ class Run:
     optimizer: Optimizer
     scheduler: LRScheduler
     data: RunData
+    router: RouterTraining | None
     num_steps: int
     first_step: int
 
@@ -81,10 +74,10 @@ def build_run(recipe: Recipe) -> Run:
     model = build_model(recipe, meshes)
     _refuse_packing(recipe, model)
     save_kernel_facts(recipe, model)
-    # Now, not after the last step: what couldn't be saved, and what couldn't be exported.
-    refuse_strided(model)
-    require_spec(model, None)
-    num_steps = recipe.max_steps or recipe.num_train_epochs * data.loader.num_steps_per_epoch
+    # Now, not after the last step: what couldn't be exported.
+    require_known_layout(model)
+    router = build_router_training(model, router_options(recipe, model), meshes)
+    num_steps = _count_steps(recipe, data)
     optimizer = build_optimizer(model, recipe.optim_config, recipe.learning_rate)
     scheduler = build_scheduler(optimizer, recipe.lr_scheduler_config, num_steps)
     state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=data.loader)
@@ -96,6 +89,7 @@ def build_run(recipe: Recipe) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         data=data,
+        router=router,
         num_steps=num_steps,
         first_step=first_step,
     )
@@ -123,39 +117,6 @@ def start(recipe: Recipe) -> Meshes:
     return meshes
 
 
-def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBase) -> RunData:
-    """Tokenized samples and their loaders, for this rank's place on the dp axis. Not collective."""
-    train_set, train_report = _build_dataset(recipe.train_dataset, tokenizer, recipe.cutoff_len)
-    rank, sizes = meshes.data.get_local_rank("dp"), meshes.sizes
-    pad_token_id = choose_pad_token_id(tokenizer)
-    loader = BatchLoader(
-        train_set,
-        micro_batch_size=recipe.micro_batch_size,
-        global_batch_size=recipe.micro_batch_size * sizes.dp_size * num_micro_batches(recipe, sizes),
-        dp_rank=rank,
-        dp_size=sizes.dp_size,
-        cutoff_len=recipe.cutoff_len,
-        packing=recipe.packing,
-        pad_token_id=pad_token_id,
-        seed=recipe.seed,
-        pad_to_multiple_of=sizes.cp_size,
-    )
-    if recipe.eval_dataset is None:
-        return RunData(loader=loader, eval_loader=None, reports=(train_report,))
-    eval_set, eval_report = _build_dataset(recipe.eval_dataset, tokenizer, recipe.cutoff_len)
-    eval_loader = EvalLoader(
-        eval_set,
-        micro_batch_size=recipe.micro_batch_size,
-        dp_rank=rank,
-        dp_size=sizes.dp_size,
-        cutoff_len=recipe.cutoff_len,
-        packing=recipe.packing,
-        pad_token_id=pad_token_id,
-        pad_to_multiple_of=sizes.cp_size,
-    )
-    return RunData(loader=loader, eval_loader=eval_loader, reports=(train_report, eval_report))
-
-
 def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
     """The model of the recipe, sharded and loaded. Every rank must call it."""
     return from_pretrained(
@@ -176,7 +137,7 @@ def build_unloaded_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
     options = parallel_options(recipe)
     model = build_on_meta(recipe.model, attn_implementation=None, dtype=options.storage_dtype)
     parallelize(model, meshes, spec_of(model), options)
-    materialize(model, meshes.dense.device_type)
+    give_storage(model, meshes, options)
     return model
 
 
@@ -190,13 +151,32 @@ def parallel_options(recipe: Recipe) -> ParallelOptions:
         compute_dtype=DTYPES[recipe.compute_dtype],
         reshard_after_forward=recipe.reshard_after_forward,
         activation_checkpointing=recipe.activation_checkpointing,
+        exchanged_tokens=recipe.exchanged_tokens,
+        offload=recipe.offload,
+        fsdp_implementation="native" if path_b is None else path_b.fsdp_implementation,
+        hook_modules=path_b.hook_modules if isinstance(path_b, FsdpTurboConfig) else (),
         fsdp_ignored_modules=() if path_b is None else path_b.fsdp_ignored_modules,
+        frozen_modules=recipe.frozen_modules,
     )
 
 
-def spec_of(model: PreTrainedModel) -> ModelSpec | None:
-    """The family's registered spec; None on path A for a family that has none."""
-    return registered_specs().get(model.config.model_type)
+def router_options(recipe: Recipe, model: PreTrainedModel) -> RouterOptions:
+    """What the recipe asks of the routers; where it is silent on the auxiliary loss, what the model's config asks."""
+    config = recipe.router_config
+    aux_loss_coef = config.aux_loss_coef
+    if aux_loss_coef is None:
+        parts = (model.config.to_dict(), model.config.get_text_config().to_dict())
+        is_on = any(part.get("output_router_logits") for part in parts)
+        # A family without the coefficient only records its logits then.
+        aux_loss_coef = parts[1].get("router_aux_loss_coef", 0.0) if is_on else 0.0
+    return RouterOptions(
+        aux_loss_coef=aux_loss_coef, z_loss_coef=config.z_loss_coef, bias_update_rate=config.bias_update_rate
+    )
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec:
+    """The family's spec: the registered one, or else the defaults."""
+    return find_spec(model.config.model_type)
 
 
 def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
@@ -223,19 +203,6 @@ def save_run_facts(recipe: Recipe, meshes: Meshes) -> None:
     (folder / "environment.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def save_data_report(recipe: Recipe, data: RunData) -> None:
-    """On rank 0, name every sample that is left out in ``data_report.jsonl``, a line each; logs name only the first."""
-    if dist.get_rank() != 0:
-        return
-    lines = [
-        json.dumps({"dataset": dataset, "source": report.source, "index": bad.index, "reason": bad.reason})
-        for dataset, report in zip(("train_dataset", "eval_dataset"), data.reports, strict=False)
-        for bad in report.bad
-    ]
-    text = "".join(f"{line}\n" for line in lines)
-    (Path(recipe.output_dir) / "data_report.jsonl").write_text(text, encoding="utf-8")
-
-
 def save_kernel_facts(recipe: Recipe, model: PreTrainedModel) -> None:
     """Add to ``environment.json`` which implementation each operator of ``model`` runs. By rank 0."""
     if dist.get_rank() != 0:
@@ -258,6 +225,14 @@ def _agree_on_checkpoint(recipe: Recipe) -> Path | None:
     return checkpoint
 
 
+def _count_steps(recipe: Recipe, data: RunData) -> int:
+    """``max_steps``, else ``num_train_epochs`` epochs of them."""
+    if recipe.max_steps is not None:
+        return recipe.max_steps
+    assert not isinstance(data.loader, StreamLoader), "check_recipe refuses a stream without max_steps"
+    return recipe.num_train_epochs * data.loader.num_steps_per_epoch
+
+
 def _refuse_packing(recipe: Recipe, model: PreTrainedModel) -> None:
     """The same check as the recipe's, for a model whose config doesn't show that it has linear attention."""
     if recipe.packing and find_bound_kernels(model):
@@ -265,9 +240,3 @@ def _refuse_packing(recipe: Recipe, model: PreTrainedModel) -> None:
             "packing=true: not yet for a model with linear attention, which would carry its state from one packed "
             "sample into the next. Set packing: false."
         )
-
-
-def _build_dataset(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, cutoff_len: int
-) -> tuple[SftDataset, DataReport]:
-    return build_sft_dataset(config.path, tokenizer, cutoff_len, split=config.split, format_name=config.format)

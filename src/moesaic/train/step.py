@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
@@ -17,6 +19,7 @@ from moesaic.meshes import Meshes
 from moesaic.ops import host
 from moesaic.train.grad_norm import clip_grad_norm_
 from moesaic.train.losses import count_loss_tokens, token_loss_sum
+from moesaic.train.router import RouterTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class StepResult:
 
     Attributes:
         loss_share: 0-D fp32, this rank's token losses over the global token count; summed over the ranks that hold
-            different tokens (``meshes.tokens``) it is the step's loss. Not reduced here: whoever logs it does.
+            different tokens (``meshes.tokens``) it is the step's loss. Not reduced here: whoever logs it does. Router
+            losses aren't in it: they are ``router.shares()``, without their coefficients, to be summed in the same way.
         grad_norm: global norm before clipping.
         num_tokens: 0-D int64, loss tokens of the step, global.
         is_finite: False where the norm was not finite: then no rank has moved its weights, optimizer or schedule.
@@ -48,26 +52,39 @@ def train_step(
     scheduler: LRScheduler | None,
     meshes: Meshes,
     max_grad_norm: float | None,
+    before_clip: Callable[[], None] | None = None,
+    router: RouterTraining | None = None,
+    gradient_accumulation: Literal["sharded", "unsharded"] = "sharded",
 ) -> StepResult:
     """Forward, backward, clip, step. Every rank must call it, with equally many micro-batches (some may have no loss).
 
     Args:
         micro_batches: this rank's, already on the device.
         max_grad_norm: None doesn't clip.
+        before_clip: called when the step's gradients are whole and nobody has scaled them, e.g. to write them down.
+        router: what trains the model's routers beside this loss.
+        gradient_accumulation: reduce gradients after each micro-batch, or hold them whole and reduce them once.
     """
     # Count first: every micro-batch's loss is divided by the tokens of the whole step.
     local_tokens = torch.stack([count_loss_tokens(batch.labels) for batch in micro_batches]).sum()
     num_tokens = local_tokens.clone()
     dist.all_reduce(num_tokens, group=meshes.tokens.get_group())
     divisor = num_tokens.clamp(min=1)
+    if router is not None:
+        router.begin(micro_batches)
 
-    # Forward and backward; FSDP sums each micro-batch's gradients into the sharded ones.
+    # Forward and backward; FSDP sums each micro-batch's gradients into the sharded ones, or into the whole ones.
     loss_share = torch.zeros((), device=num_tokens.device)
-    for batch in micro_batches:
+    for number, batch in enumerate(micro_batches, 1):
+        if gradient_accumulation == "unsharded":
+            cast(FSDPModule, model).set_requires_gradient_sync(number == len(micro_batches))
         logits = model(**batch.model_inputs()).logits
         loss = token_loss_sum(logits, batch.kept_labels) / divisor
-        loss.backward()
+        (loss if router is None else loss + router.penalty(batch)).backward()
         loss_share += loss.detach()
+
+    if before_clip is not None:
+        before_clip()
 
     # Norm over all meshes, clip, and move only if every rank can.
     grad_norm = host.read_float(clip_grad_norm_(model.parameters(), max_grad_norm))
@@ -76,5 +93,7 @@ def train_step(
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+    if router is not None:
+        router.end(is_finite=is_finite)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(loss_share, grad_norm, num_tokens, is_finite)

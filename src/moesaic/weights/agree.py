@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -50,12 +50,12 @@ def raise_together(error: Exception | None, mesh: DeviceMesh | None, what: str) 
         raise error
 
 
-def tied_names(model: nn.Module, tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Owner -> the other names of the same tensor. ``tied``: another name -> owner, as the model declares it; a pair
-    that isn't tied in fact (two tensors) is left out."""
-    state = model.state_dict(keep_vars=True)
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name in ``state_tensors`` -> the further names of the same tensor, for those that have any."""
+    first: dict[int, str] = {}
     result: dict[str, tuple[str, ...]] = {}
-    for name, owner in tied.items():
-        if name in state and owner in state and state[name] is state[owner]:
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner = first.setdefault(id(tensor), name)
+        if owner != name:
             result[owner] = (*result.get(owner, ()), name)
     return result

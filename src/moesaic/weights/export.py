@@ -1,7 +1,8 @@
-"""Write a sharded model as Hugging Face safetensors, in the Hub's own keys; no rank ever holds more than one parameter.
+"""Write a sharded model as Hugging Face safetensors, named as its files were; no rank holds more than one parameter.
 
 plan (export_plan.py, the same on every rank): parameter -> shares -> entries of files, each file with one writer
-run, parameter by parameter: holders send their shards to the share's writer, which appends its entries to its file
+run, parameter by parameter: holders send their shards to the share's writer, which writes its entries to its files;
+then each writer copies, from the folder that the model was loaded from, what the model has no use for
 finish, by the first rank: index, configs, tokenizer, rename
 """
 
@@ -11,37 +12,35 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from moesaic.model.build import find_fp32_names
 from moesaic.model.tokenizer_files import copy_tokenizer
 from moesaic.ops.placements import local_shape
-from moesaic.specs import ModelSpec
 from moesaic.weights.agree import find_mesh, raise_together, state_tensors
-from moesaic.weights.export_plan import ExportPlan, FilePlan, Share, build_shares, plan_export
-from moesaic.weights.family import require_spec
-from moesaic.weights.keys import HubTensor
-
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from moesaic.weights.conversions import derive_default_grids, original_class
+from moesaic.weights.export_plan import (
+    SAFETENSORS_DTYPES,
+    Entry,
+    ExportPlan,
+    FilePlan,
+    Share,
+    build_shares,
+    plan_export,
+)
+from moesaic.weights.family import require_known_layout
+from moesaic.weights.files import FileTensor, read_bytes, read_config
+from moesaic.weights.quantized import Stored
+from moesaic.weights.source import WeightSource, is_part_of_composite, recall_source
+from moesaic.weights.tiles import Grid, Shape, Tile
 
 
 @torch.no_grad()
@@ -49,26 +48,30 @@ def export_hf(
     model: PreTrainedModel,
     folder: str | Path,
     *,
-    spec: ModelSpec | None = None,
     max_shard_gib: float = 4.0,
     dtype: torch.dtype | None = None,
     tokenizer_folder: str | Path | None = None,
+    keep_unused: bool = True,
 ) -> None:
     """Write ``model`` to ``folder`` so that plain ``from_pretrained`` loads it.
+
+    A model that ``load_weights`` loaded comes out as it came: the same keys in the same layout, but without
+    quantisation, which is undone on loading. Any other is named and laid out as on the Hub.
 
     Written to ``<folder>.tmp`` beside and renamed when complete. Every rank of the model's meshes must call, outside
     forward and backward, and see the same file system. Shards travel by point-to-point messages in the default group. A
     model without DTensors is written by the calling process alone: call on one rank.
 
     Args:
-        spec: how the Hub names and stores experts; default: the registered one of the config's ``model_type``. A model
-            without stacked experts needs none: every tensor is written under the module's own name.
         max_shard_gib: limit of a file, unless one tensor is larger; files may be smaller.
         dtype: cast floating-point weights to it (what the family keeps in fp32 stays); default: as they are.
         tokenizer_folder: copy the tokenizer's files from there.
+        keep_unused: copy what the folder that the model was loaded from holds beside it (a vision tower, layers for
+            multi-token prediction): bit for bit, but quantised tensors unpacked, to ``dtype`` or the model's.
 
     Raises:
-        ValueError: ``folder`` isn't empty, or the family has stacked experts and no spec; before anything is sent.
+        ValueError: ``folder`` isn't empty, or the names of stacked experts in files aren't known; before anything is
+            sent. Or the folder that the model was loaded from is gone, and holds what is to be kept.
         RuntimeError: another rank failed; nothing was renamed.
     """
     folder = Path(folder)
@@ -80,24 +83,41 @@ def export_hf(
         raise ValueError(
             f"max_shard_gib={max_shard_gib} must be above 0; give the size of a file in GiB, for example 4.0."
         )
-    spec = require_spec(model, spec)
+    require_known_layout(model)
     left_out = set(model._keys_to_ignore_on_save or ())
     state = {name: tensor for name, tensor in state_tensors(model).items() if name not in left_out}
+    source = recall_source(model)
+    kept = source.kept if source is not None and keep_unused else ()
     mesh = find_mesh(state.values())
     rank = 0 if mesh is None else dist.get_rank()
     ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
     root = ranks[0]
-    shares = build_shares(state, spec, _file_dtypes(model, state, dtype), ranks)
-    plan = plan_export(shares, max_file_bytes=int(max_shard_gib * 2**30))
+    shares = build_shares(state, *find_layout(model, state), _file_dtypes(model, state, dtype), ranks)
+    plan = plan_export(
+        shares, max_file_bytes=int(max_shard_gib * 2**30), kept=kept, unpacked=dtype or model.dtype, ranks=ranks
+    )
 
     beside = folder.with_name(folder.name + ".tmp")
-    error = _attempt(_make_empty, beside) if rank == root else None
+    error = _attempt(_require_files, kept)
+    error = error or (_attempt(_make_empty, beside) if rank == root else None)
     raise_together(error, mesh, f"exporting to {folder}")
     raise_together(_run(plan, state, beside, rank), mesh, f"exporting to {folder}")
     if rank == root:
         tokenizer = None if tokenizer_folder is None else Path(tokenizer_folder)
-        error = _attempt(_finish, model, plan, beside, folder, dtype, tokenizer)
+        config = _export_config(model, source if kept else None, dtype or model.dtype)
+        error = _attempt(_finish, model, plan, beside, folder, config, tokenizer)
     raise_together(error, mesh, f"exporting to {folder}")
+
+
+def find_layout(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Grid], dict[str, Shape]]:
+    """How an export holds the tensors of ``state``: each one's tiles, and the shapes of the files' tensors."""
+    source = recall_source(model)
+    if source is not None:
+        came = {name: grid.shape for name, grid in source.grids.items()}
+        # A model that was changed since (a larger vocabulary) isn't what its files were.
+        if all(came.get(name) == tuple(tensor.shape) for name, tensor in state.items()):
+            return {name: source.grids[name] for name in state}, source.shapes
+    return derive_default_grids(model, state)
 
 
 def gather_share(share: Share, local: torch.Tensor, writer: int, rank: int, device: str) -> torch.Tensor | None:
@@ -141,6 +161,9 @@ def _run(plan: ExportPlan, state: Mapping[str, torch.Tensor], folder: Path, rank
         for share, indices in plan.steps:
             problem = _write_share(share, indices, state[share.name], plan.files[indices[0]].writer, rank, writers)
             error = error or problem
+        for stored, index in plan.copies if error is None else ():
+            if index in writers:
+                error = error or _attempt(_copy, stored, writers[index])
     return error
 
 
@@ -151,7 +174,7 @@ def _write_share(
     writer: int,
     rank: int,
     writers: Mapping[int, FileWriter],
-) -> OSError | None:
+) -> Exception | None:
     """One step of the plan. A function of its own so that the gathered box is freed before the next is made."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
@@ -160,30 +183,70 @@ def _write_share(
         return None
     try:
         for entry, index in zip(share.entries, indices, strict=True):
-            part = box[_entry_slices(entry, share)].reshape(entry.shape)
-            writers[index].append(_as_bytes(part).cpu().numpy().data)
+            writers[index].write_entry(entry, share, box)
     except OSError as problem:
         return problem
     return None
 
 
+def _copy(stored: Stored, writer: FileWriter) -> None:
+    """One tensor from the folder that the model was loaded from."""
+    if stored.scales is None:
+        writer.write(stored.key, map(memoryview, read_bytes(stored.values)))
+        return
+
+    def take(tensor: FileTensor, source: tuple[range, ...]) -> torch.Tensor:
+        with safe_open(tensor.file, "pt", device="cpu") as handle:
+            return handle.get_slice(tensor.key)[tuple(slice(part.start, part.stop) for part in source)]
+
+    writer.write_tensor(stored.key, stored.read(tuple(map(range, stored.shape)), take))
+
+
 class FileWriter:
-    """Writes one safetensors file, tensor behind tensor, and is open only from its first to its last."""
+    """Writes one safetensors file, each tensor to its place, and is open only from its first to its last."""
 
     def __init__(self, path: Path, plan: FilePlan) -> None:
         self._path = path
         self._plan = plan
-        self._num_left = len(plan.tensors)
+        self._left = set(plan.tensors)
         self._file: BinaryIO | None = None
+        self._start = 0
+        # Tensors that are pieced together, and how many of their values are still to come.
+        self._pieces: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def append(self, data: memoryview) -> None:
-        """The next tensor of the plan, as bytes."""
+    def write_entry(self, entry: Entry, share: Share, box: torch.Tensor) -> None:
+        """A tensor, or a piece of it, out of the box of a parameter."""
+        if len(entry.tiles) == 1 and entry.tiles[0].source == tuple(map(range, entry.shape)):
+            self.write_tensor(entry.key, _cut_tile(entry.tiles[0], share, box))
+            return
+        empty = torch.empty(entry.shape, dtype=share.dtype, device=box.device)
+        whole, num_left = self._pieces.pop(entry.key, (empty, empty.numel()))
+        for tile in entry.tiles:
+            piece = _cut_tile(tile, share, box)
+            whole[tuple(slice(part.start, part.stop, part.step) for part in tile.source)] = piece
+            num_left -= piece.numel()
+        if num_left:
+            self._pieces[entry.key] = (whole, num_left)
+        else:
+            self.write_tensor(entry.key, whole)
+
+    def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
+        """A whole tensor of the plan, in its dtype there."""
+        dtype = next(dtype for dtype, name in SAFETENSORS_DTYPES.items() if name == self._plan.tensors[key].dtype)
+        self.write(key, [_as_bytes(tensor.to(dtype)).cpu().numpy().data])
+
+    def write(self, key: str, data: Iterable[memoryview]) -> None:
+        """The bytes of a tensor of the plan."""
         if self._file is None:
             self._file = self._path.open("wb")
-            self._file.write(_header(self._plan))
-        self._file.write(data)
-        self._num_left -= 1
-        if not self._num_left:
+            header = _header(self._plan)
+            self._file.write(header)
+            self._start = len(header)
+        self._file.seek(self._start + self._plan.tensors[key].start)
+        for part in data:
+            self._file.write(part)
+        self._left.remove(key)
+        if not self._left:
             self.close()
 
     def close(self) -> None:
@@ -193,20 +256,47 @@ class FileWriter:
             self._file = None
 
 
+def _cut_tile(tile: Tile, share: Share, box: torch.Tensor) -> torch.Tensor:
+    """A view of the tile in a gathered box, its dims as in the file."""
+    index: list[int | slice] = []
+    for start, base, size, dim in zip(tile.offset, share.offset, tile.size, tile.dims, strict=True):
+        index.append(start - base if dim is None else slice(start - base, start - base + size))
+    order = [dim for dim in tile.dims if dim is not None]
+    part = box[tuple(index)] if index else box
+    return part.permute(*map(order.index, range(len(order)))) if order else part
+
+
 def _header(file: FilePlan) -> bytes:
     """What precedes the data of a safetensors file. Written by hand because safetensors' own writer wants all tensors
     of a file at once; here they pass one at a time."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for key, (dtype, shape, start) in file.tensors.items():
-        num_bytes = dtype.itemsize * torch.Size(shape).numel()
+    for key, entry in file.tensors.items():
         content[key] = {
-            "dtype": SAFETENSORS_DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [start, start + num_bytes],
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.start + entry.num_bytes],
         }
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _export_config(model: PreTrainedModel, source: WeightSource | None, dtype: torch.dtype) -> PreTrainedConfig:
+    """The config that describes the files: the model's own, or where a text model is exported together with the other
+    parts of the ``source`` that it is from, that one's. Without quantisation: the files hold plain values."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [original_class(model).__name__]
+    if source is not None and is_part_of_composite(model, read_config(source.folder)):
+        whole = AutoConfig.from_pretrained(str(source.folder), local_files_only=True)
+        whole.text_config = config
+        config.architectures = None
+        config.dtype = dtype
+        config = whole
+    config.dtype = dtype
+    for part in (config, config.get_text_config()):
+        if "quantization_config" in part.to_dict():
+            del part.quantization_config
+    return config
 
 
 def _finish(
@@ -214,16 +304,13 @@ def _finish(
     plan: ExportPlan,
     beside: Path,
     folder: Path,
-    dtype: torch.dtype | None,
+    config: PreTrainedConfig,
     tokenizer_folder: Path | None,
 ) -> None:
     """Index, configs, tokenizer; then the rename. By the root rank, when every file is complete."""
     weight_map = {key: plan.file_name(index) for index, file in enumerate(plan.files) for key in file.tensors}
     index = {"metadata": {"total_size": sum(file.num_bytes for file in plan.files)}, "weight_map": weight_map}
     (beside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = copy.deepcopy(model.config)
-    config.architectures = [next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)).__name__]
-    config.dtype = dtype or model.dtype
     config.save_pretrained(beside)
     if model.can_generate():
         model.generation_config.save_pretrained(beside)
@@ -247,16 +334,18 @@ def _file_dtypes(
     }
 
 
-def _entry_slices(entry: HubTensor, share: Share) -> tuple[slice, ...]:
-    return tuple(
-        slice(start - base, start - base + size)
-        for start, base, size in zip(entry.offset, share.offset, entry.size, strict=True)
-    )
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory (a copy where it isn't contiguous) as flat bytes, so that any dtype can be sent and written."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _require_files(kept: Sequence[Stored]) -> None:
+    lost = {tensor.values.file.parent for tensor in kept if not tensor.values.file.is_file()}
+    if lost:
+        raise ValueError(
+            f"{', '.join(map(str, lost))} is gone, from which {len(kept)} tensors that the model doesn't hold were to "
+            "be copied. Put it back, or export with keep_unused=False."
+        )
 
 
 def _make_empty(folder: Path) -> None:

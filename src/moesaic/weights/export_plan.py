@@ -20,10 +20,37 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from moesaic.ops.placements import Block, blocks_at, find_run_axis, shard_dim
-from moesaic.specs import ModelSpec
-from moesaic.weights.keys import HubTensor, hub_tensors
+from moesaic.weights.quantized import Stored
+from moesaic.weights.tiles import Grid, Shape, Tile
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 Holders = tuple[tuple[int, tuple[Block, ...]], ...]  # (rank, its blocks), each part of a tensor once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of the files, and the tiles of one parameter that are in it: all of it, or a piece.
+
+    Attributes:
+        key, shape: of the file's tensor.
+        tiles: where it is filled from.
+    """
+
+    key: str
+    shape: Shape
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +64,7 @@ class Share:
         holders: (rank, its blocks), every part of the box once.
         writers: ranks that may write it.
         stream: shares of one stream follow one another in the same files.
-        entries: the Hub's tensors in the box.
+        entries: the files' tensors that are filled from the box.
     """
 
     name: str
@@ -47,93 +74,152 @@ class Share:
     holders: Holders
     writers: tuple[int, ...]
     stream: int
-    entries: tuple[HubTensor, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One tensor in a file: dtype as the header has it, shape, and its bytes, counted from behind the header."""
+
+    dtype: str
+    shape: Shape
+    start: int
+    num_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
 class FilePlan:
-    """One safetensors file: who writes it, and its tensors one behind the other.
-
-    Attributes:
-        writer: rank.
-        num_bytes: of all tensors.
-        tensors: key -> (dtype, shape, first byte behind the header).
-    """
+    """One safetensors file: who writes it (a rank), the size of all its tensors, and these, one behind the other."""
 
     writer: int
     num_bytes: int = 0
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = field(default_factory=dict)
+    tensors: dict[str, FileEntry] = field(default_factory=dict)
+
+    def add(self, key: str, dtype: str, shape: Shape, num_bytes: int) -> None:
+        """One more tensor, behind the last."""
+        self.tensors[key] = FileEntry(dtype=dtype, shape=shape, start=self.num_bytes, num_bytes=num_bytes)
+        self.num_bytes += num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """All files, and for each share, in the order in which they are run, the file of each of its entries."""
+    """All files; for each share, in the order in which they are run, the file of each of its entries; and the file of
+    each tensor that is copied from where the model was loaded."""
 
     files: tuple[FilePlan, ...]
     steps: tuple[tuple[Share, tuple[int, ...]], ...]
+    copies: tuple[tuple[Stored, int], ...] = ()
 
     def file_name(self, index: int) -> str:
         """``model-00001-of-000NN.safetensors``."""
         return f"model-{index + 1:05d}-of-{len(self.files):05d}.safetensors"
 
 
-def plan_export(shares: Sequence[Share], *, max_file_bytes: int) -> ExportPlan:
+def plan_export(
+    shares: Sequence[Share],
+    *,
+    max_file_bytes: int,
+    kept: Sequence[Stored] = (),
+    unpacked: torch.dtype = torch.float32,
+    ranks: Sequence[int] = (0,),
+) -> ExportPlan:
     """Put the entries of all shares, in order, into files of at most ``max_file_bytes`` (more where one tensor is). The
-    shares of a stream fill one file after another; with each new file the next of its writers takes over. Pure."""
+    shares of a stream fill one file after another; with each new file the next of its writers takes over. Pure.
+
+    Args:
+        kept: tensors to copy, into files of their own, which the ``ranks`` write in turn.
+        unpacked: dtype of those among them that were quantised.
+    """
     files: list[FilePlan] = []
     current: dict[int, int] = {}  # stream -> the file it is filling
     num_files: dict[int, int] = defaultdict(int)
+    placed: dict[str, int] = {}  # a tensor of several parameters is placed with the first of them
     steps = []
     for share in shares:
-        writer: int | None = None  # one writer per share: it gathers the share once
-        indices = []
+        known = [files[placed[entry.key]].writer for entry in share.entries if entry.key in placed]
+        writer: int | None = known[0] if known else None  # one writer per share: it gathers the share once
+        indices: list[int] = []
         for entry in share.entries:
-            num_bytes = _num_bytes(entry, share.dtype)
-            file = files[current[share.stream]] if share.stream in current else None
-            fits = (
-                file is not None
-                and file.num_bytes + num_bytes <= max_file_bytes
-                and file.writer in (writer, *share.writers)
-            )
-            # A tensor that began at an odd offset couldn't be mapped; it happens only where dtypes are mixed.
-            if not fits or (file is not None and file.num_bytes % share.dtype.itemsize):
-                turn = num_files[share.stream]
-                file = FilePlan(writer=share.writers[turn % len(share.writers)] if writer is None else writer)
-                num_files[share.stream] += 1
-                current[share.stream] = len(files)
-                files.append(file)
-            assert file is not None
-            file.tensors[entry.key] = (share.dtype, entry.shape, file.num_bytes)
-            file.num_bytes += num_bytes
-            writer = file.writer
-            indices.append(current[share.stream])
+            num_bytes = math.prod(entry.shape) * share.dtype.itemsize
+            if entry.key not in placed:
+                file = files[current[share.stream]] if share.stream in current else None
+                writers = share.writers if writer is None else (writer,)
+                if file is None or file.writer not in writers or not _fits(file, num_bytes, share, max_file_bytes):
+                    file = FilePlan(writer=writers[num_files[share.stream] % len(writers)])
+                    num_files[share.stream] += 1
+                    current[share.stream] = len(files)
+                    files.append(file)
+                file.add(entry.key, SAFETENSORS_DTYPES[share.dtype], entry.shape, num_bytes)
+                placed[entry.key] = current[share.stream]
+            index = placed[entry.key]
+            writer = files[index].writer
+            assert all(files[other].writer == writer for other in indices), f"{entry.key} is pieced together twice"
+            indices.append(index)
         steps.append((share, tuple(indices)))
-    return ExportPlan(files=tuple(files), steps=tuple(steps))
+    copies = _plan_copies(kept, files, max_file_bytes, unpacked, ranks)
+    return ExportPlan(files=tuple(files), steps=tuple(steps), copies=tuple(copies))
+
+
+def _fits(file: FilePlan, num_bytes: int, share: Share, max_file_bytes: int) -> bool:
+    # A tensor that began at an odd offset couldn't be mapped; it happens only where dtypes are mixed.
+    return file.num_bytes + num_bytes <= max_file_bytes and not file.num_bytes % share.dtype.itemsize
+
+
+def _plan_copies(
+    kept: Sequence[Stored],
+    files: list[FilePlan],
+    max_file_bytes: int,
+    unpacked: torch.dtype,
+    ranks: Sequence[int],
+) -> list[tuple[Stored, int]]:
+    """Add files for ``kept``. As bytes, whatever their dtype; quantised ones unpacked: beside plain weights no
+    config.json would say how to read them."""
+    copies = []
+    first = len(files)
+    # Wide ones first, so that none begins at an odd offset.
+    by_width = sorted(kept, key=lambda stored: -_width(stored, unpacked))
+    for stored in by_width:
+        num_bytes = math.prod(stored.shape) * unpacked.itemsize if stored.scales else stored.values.num_bytes
+        if len(files) == first or files[-1].num_bytes + num_bytes > max_file_bytes:
+            files.append(FilePlan(writer=ranks[(len(files) - first) % len(ranks)]))
+        dtype = SAFETENSORS_DTYPES[unpacked] if stored.scales else stored.values.dtype
+        files[-1].add(stored.key, dtype, stored.shape, num_bytes)
+        copies.append((stored, len(files) - 1))
+    return copies
+
+
+def _width(stored: Stored, unpacked: torch.dtype) -> int:
+    """Bytes of a value."""
+    return unpacked.itemsize if stored.scales else stored.values.num_bytes // max(1, math.prod(stored.shape))
 
 
 def build_shares(
     state: Mapping[str, torch.Tensor],
-    spec: ModelSpec | None,
+    grids: Mapping[str, Grid],
+    shapes: Mapping[str, Shape],
     dtypes: Mapping[str, torch.dtype],
     ranks: Sequence[int],
 ) -> list[Share]:
     """The shares of all parameters, in the order of ``state``. Pure: the same on every rank.
 
     Args:
+        grids: of each parameter, over the files' tensors.
+        shapes: of these tensors.
         dtypes: of each parameter in the files.
         ranks: all ranks of the model; the first holds what isn't a DTensor.
     """
     split_of: dict[object, list[tuple[range, Holders]]] = {}  # parameters of one kind are split alike
     shares: list[Share] = []
     for name, tensor in state.items():
-        entries = tuple(hub_tensors(name, tensor.shape, spec))
-        # More than one Hub tensor: a stack of experts, which ranks that hold whole runs of experts write apart.
-        axis = find_run_axis(tensor.placements, 0) if isinstance(tensor, DTensor) and len(entries) > 1 else None
-        mesh_id = id(tensor.device_mesh) if isinstance(tensor, DTensor) else None
-        kind = (tensor.shape, mesh_id, tensor.placements if isinstance(tensor, DTensor) else None, axis)
-        if kind not in split_of:
-            split_of[kind] = _split(tensor, axis, ranks[0])
-        for index, (rows, holders) in enumerate(split_of[kind]):
+        entries = _entries(grids[name], shapes)
+        axis, kind = _run_axis(tensor, entries)
+        if (kind, axis) not in split_of:
+            split_of[kind, axis] = _split(tensor, axis, ranks[0])
+        parts = [(rows, holders, _in_rows(entries, rows)) for rows, holders in split_of[kind, axis]]
+        if axis is not None and sum(len(inside) for _, _, inside in parts) < len(entries):
+            axis = None  # a tensor reaches over two runs: one rank gathers the whole parameter
+            parts = [(rows, holders, ()) for rows, holders in _split(tensor, None, ranks[0])]
+        for index, (rows, holders, inside) in enumerate(parts):
             whole = axis is None
             shares.append(
                 Share(
@@ -144,10 +230,35 @@ def build_shares(
                     holders=holders,
                     writers=tuple(ranks) if whole else tuple(rank for rank, _ in holders),
                     stream=0 if whole else 1 + index,
-                    entries=entries if whole else tuple(entry for entry in entries if entry.offset[0] in rows),
+                    entries=entries if whole else inside,
                 )
             )
     return shares
+
+
+def _run_axis(tensor: torch.Tensor, entries: Sequence[Entry]) -> tuple[int | None, object]:
+    """The mesh axis whose ranks write a parameter apart, mostly a stack of experts; and what makes two split alike."""
+    if not isinstance(tensor, DTensor):
+        return None, tensor.shape
+    axis = find_run_axis(tensor.placements, 0) if len(entries) > 1 else None
+    return axis, (tensor.shape, id(tensor.device_mesh), tensor.placements)
+
+
+def _entries(grid: Grid, shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
+    """The files' tensors that a parameter fills, in the order of its rows."""
+    tiles_of: dict[str, list[Tile]] = defaultdict(list)
+    for tile in sorted(grid.tiles, key=lambda tile: tile.offset):
+        tiles_of[tile.key].append(tile)
+    return tuple(Entry(key=key, shape=shapes[key], tiles=tuple(tiles)) for key, tiles in tiles_of.items())
+
+
+def _in_rows(entries: Sequence[Entry], rows: range) -> tuple[Entry, ...]:
+    """Those that lie in ``rows`` of the parameter with all their parts."""
+    return tuple(
+        entry
+        for entry in entries
+        if all(tile.offset and rows.start <= tile.offset[0] <= rows.stop - tile.size[0] for tile in entry.tiles)
+    )
 
 
 def _split(tensor: torch.Tensor, axis: int | None, root: int) -> list[tuple[range, Holders]]:
@@ -173,7 +284,3 @@ def _split(tensor: torch.Tensor, axis: int | None, root: int) -> list[tuple[rang
             assert held == len(rows) * math.prod(tensor.shape[1:]), f"{tensor.placements}: experts aren't in one run"
         result.append((rows, tuple(holders)))
     return result
-
-
-def _num_bytes(entry: HubTensor, dtype: torch.dtype) -> int:
-    return torch.Size(entry.shape).numel() * dtype.itemsize

@@ -1,33 +1,16 @@
-"""Supervised fine-tuning data: a source to tokenized samples, and a report of what became of every row."""
+"""A source to tokenized samples held in memory, and a report of what became of every row."""
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from moesaic.data.batch import Sample, shift_labels
-from moesaic.data.chat import (
-    Encoded,
-    Masking,
-    build_completion_masking,
-    build_masking,
-    encode_chat,
-    encode_completion,
-)
-from moesaic.data.formats import (
-    FORMATS,
-    Message,
-    Rows,
-    SampleError,
-    column_names,
-    detect_format,
-    load_rows,
-    to_messages,
-)
+from moesaic.data.batch import Sample
+from moesaic.data.chat import Masking
+from moesaic.data.encode import Stage, build_row_encoder, columns_of, unused_columns
+from moesaic.data.formats import Rows, SampleError, load_rows
 
 NUM_SHOWN = 20
 """Bad samples that a printed report names; ``DataReport.bad`` has them all."""
@@ -49,9 +32,10 @@ class DataReport:
         source, format_name, masking: where rows came from, their format, how trained tokens are found.
         num_rows: rows read; each is either good or in ``bad``.
         bad: rows left out.
-        num_truncated: good rows cut to ``cutoff_len``.
+        num_cut: good rows longer than ``cutoff_len``: truncated, or under ``pt`` split into several samples, whole.
+        num_samples: samples made of the good rows: one each, but for split ones.
         num_split_tokens: edges of assistant turns that lie inside a token (the whole token is trained).
-        num_tokens, num_loss_tokens: over the good rows.
+        num_tokens, num_loss_tokens: over the samples.
         unused_columns: columns the format doesn't read.
     """
 
@@ -60,7 +44,8 @@ class DataReport:
     masking: Masking
     num_rows: int
     bad: tuple[BadSample, ...]
-    num_truncated: int
+    num_cut: int
+    num_samples: int
     num_split_tokens: int
     num_tokens: int
     num_loss_tokens: int
@@ -71,16 +56,17 @@ class DataReport:
         """num_rows - len(bad)."""
         return self.num_rows - len(self.bad)
 
+    @property
+    def _cut_text(self) -> str:
+        if self.masking.method == "text":
+            return f"{self.num_cut} long documents split: {self.num_samples} samples"
+        return f"{self.num_cut} samples truncated"
+
     def __str__(self) -> str:
-        end = (
-            "none: the model can't learn to stop"
-            if self.masking.end_of_turn is None
-            else repr(self.masking.end_of_turn)
-        )
         lines = [
-            f"{self.source}: {self.num_good} of {self.num_rows} samples, format {self.format_name}",
-            f"  {self.num_tokens} tokens, {self.num_loss_tokens} trained; {self.num_truncated} samples truncated",
-            f"  trained tokens found by method {self.masking.method!r}; end of turn: {end}",
+            f"{self.source}: {self.num_good} of {self.num_rows} rows, format {self.format_name}",
+            f"  {self.num_tokens} tokens, {self.num_loss_tokens} trained; {self._cut_text}",
+            f"  {describe_masking(self.masking)}",
         ]
         if self.num_split_tokens:
             lines.append(f"  {self.num_split_tokens} edges of assistant turns lie inside a token")
@@ -96,7 +82,7 @@ class DataReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SftDataset:
+class TokenizedDataset:
     """Tokenized samples, held in memory: 8 bytes a token, ids and labels as 32-bit numbers."""
 
     samples: tuple[Sample, ...]
@@ -108,76 +94,75 @@ class SftDataset:
         return self.samples[index]
 
 
-def build_sft_dataset(
+def build_dataset(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     cutoff_len: int,
     *,
+    stage: Stage = "sft",
     split: str = "train",
     format_name: str = "auto",
-) -> tuple[SftDataset, DataReport]:
-    """Read, convert and tokenize a dataset; samples longer than ``cutoff_len`` tokens lose their end.
+) -> tuple[TokenizedDataset, DataReport]:
+    """Read, convert and tokenize a dataset. Beyond ``cutoff_len``, conversations lose their end; documents are split.
 
     Args:
         source: file, folder or name (:func:`load_rows`).
-        tokenizer: with a chat template; without one, only prompt/completion data can be used.
+        tokenizer: with a chat template; without one, only prompt/completion data and text can be used.
         cutoff_len: longest sample, in tokens.
+        stage: ``sft``: conversations, the assistant's tokens are trained; ``pt``: text, all tokens are.
         split: for folders and names.
-        format_name: a key of ``FORMATS``, or ``auto``: told from the columns.
+        format_name: a key of ``FORMATS``, or ``auto``: told from the columns; under ``pt``, ``text``.
 
     Raises:
         ValueError: the source can't be read, its format isn't known, or it has no good sample.
     """
-    return build_sft_dataset_from_rows(
-        load_rows(source, split=split), tokenizer, cutoff_len, source=source, format_name=format_name
+    return build_dataset_from_rows(
+        load_rows(source, split=split), tokenizer, cutoff_len, stage=stage, source=source, format_name=format_name
     )
 
 
-def build_sft_dataset_from_rows(
+def build_dataset_from_rows(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
     cutoff_len: int,
     *,
+    stage: Stage = "sft",
     source: str = "rows",
     format_name: str = "auto",
-) -> tuple[SftDataset, DataReport]:
-    """:func:`build_sft_dataset` of rows that are already in memory; ``source`` is their name in messages."""
-    if cutoff_len < 2:
-        raise ValueError(f"cutoff_len={cutoff_len}: must be at least 2, one token to read and one to predict")
+) -> tuple[TokenizedDataset, DataReport]:
+    """:func:`build_dataset` of rows that are already in memory; ``source`` is their name in messages."""
     if len(rows) == 0:
         raise ValueError(f"dataset {source!r} is empty")
-    columns = column_names(rows)
-    format_name = detect_format(columns, format_name)
-    masking, encode = _choose_encoder(tokenizer, format_name)
+    columns = columns_of(rows[index] for index in range(len(rows)))
+    encoder = build_row_encoder(stage, tokenizer, cutoff_len, columns=columns, format_name=format_name)
     samples: list[Sample] = []
     bad: list[BadSample] = []
-    num_truncated = num_split_tokens = 0
+    num_cut = num_split_tokens = 0
     for index in range(len(rows)):
         try:
-            encoded = encode(to_messages(rows[index], format_name))
-            sample = _cut(encoded, cutoff_len)
+            encoded = encoder.encode(rows[index])
         except SampleError as error:
             bad.append(BadSample(index, str(error)))
             continue
-        samples.append(sample)
-        num_truncated += len(encoded.input_ids) > cutoff_len
+        samples += encoded.samples
+        num_cut += encoded.is_cut
         num_split_tokens += encoded.num_split_tokens
-    known = {*FORMATS[format_name].required, *FORMATS[format_name].optional}
     report = DataReport(
         source=source,
-        format_name=format_name,
-        masking=masking,
+        format_name=encoder.format_name,
+        masking=encoder.masking,
         num_rows=len(rows),
         bad=tuple(bad),
-        num_truncated=num_truncated,
+        num_cut=num_cut,
+        num_samples=len(samples),
         num_split_tokens=num_split_tokens,
         num_tokens=sum(len(sample) for sample in samples),
         num_loss_tokens=sum(sample.num_loss_tokens for sample in samples),
-        unused_columns=tuple(sorted(columns - known)),
+        unused_columns=unused_columns(columns, encoder),
     )
     if not samples:
         raise ValueError(f"dataset {source!r} has no good sample\n{report}")
-    return SftDataset(tuple(samples)), report
+    return TokenizedDataset(tuple(samples)), report
 
 
 def choose_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -192,23 +177,9 @@ def choose_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     raise ValueError("the tokenizer has neither a pad_token nor an eos_token: set one in the model's folder")
 
 
-def _choose_encoder(
-    tokenizer: PreTrainedTokenizerBase, format_name: str
-) -> tuple[Masking, Callable[[Sequence[Message]], Encoded]]:
-    if format_name == "prompt_completion" and not tokenizer.chat_template:
-        masking = build_completion_masking(tokenizer)
-        return masking, lambda messages: encode_completion(tokenizer, messages[0].content, messages[1].content)
-    masking = build_masking(tokenizer)
-    return masking, lambda messages: encode_chat(tokenizer, messages, masking)
-
-
-def _cut(encoded: Encoded, cutoff_len: int) -> Sample:
-    input_ids = encoded.input_ids[:cutoff_len]
-    labels = shift_labels(input_ids, encoded.trained[:cutoff_len])
-    sample = Sample(input_ids=array("i", input_ids), labels=array("i", labels))
-    if sample.num_loss_tokens == 0:
-        raise SampleError(
-            f"nothing left to learn: no assistant token within the first cutoff_len={cutoff_len} "
-            f"of {len(encoded.input_ids)} tokens"
-        )
-    return sample
+def describe_masking(masking: Masking) -> str:
+    """Which tokens are trained, in a sentence of the report."""
+    if masking.method == "text":
+        return f"every token is trained; documents end with {masking.end_of_turn!r}"
+    end = "none: the model can't learn to stop" if masking.end_of_turn is None else repr(masking.end_of_turn)
+    return f"trained tokens found by method {masking.method!r}; end of turn: {end}"

@@ -1,0 +1,84 @@
+"""What a recipe's datasets must satisfy: files, formats, weights, streaming. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moesaic.config.problem import Problem
+from moesaic.config.recipe import DatasetConfig, Recipe
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+# Files that hold one value: a stream would have to read all of it.
+WHOLE_SUFFIXES = (".json", ".txt")
+
+
+def dataset_problems(recipe: Recipe) -> Iterable[Problem]:
+    """Problems of each dataset, then of those that are used together."""
+    for section, datasets in (("train_dataset", recipe.train_dataset), ("eval_dataset", recipe.eval_dataset)):
+        for number, dataset in enumerate(datasets):
+            name = section if len(datasets) == 1 else f"{section}[{number}]"
+            yield from _source_problems(name, dataset, recipe.stage)
+    yield from _same_problems(recipe.eval_dataset)
+
+
+def mixing_problems(recipe: Recipe) -> Iterable[Problem]:
+    """Weights and streaming of the training sets, which must be set for all or for none."""
+    datasets = recipe.train_dataset
+    if not datasets:
+        yield Problem(
+            field="train_dataset", value=[], rule="names no dataset", remedy="name one, or a list of at least one"
+        )
+        return
+    with_weight = [dataset.weight is not None for dataset in datasets]
+    if any(with_weight) and not all(with_weight):
+        value = [dataset.weight for dataset in datasets]
+        rule, remedy = "a share is relative to the others', and some have none", "set weight for all, or for none"
+        yield Problem(field="train_dataset.weight", value=value, rule=rule, remedy=remedy)
+    streaming = [dataset.streaming for dataset in datasets]
+    if any(streaming):
+        yield from _streaming_problems(recipe)
+
+
+def _streaming_problems(recipe: Recipe) -> Iterable[Problem]:
+    datasets = recipe.train_dataset
+    field, value = "train_dataset.streaming", [dataset.streaming for dataset in datasets]
+    if not all(value):
+        rule, remedy = "datasets that are mixed are streamed all or not at all", "set it for all of them, or for none"
+        yield Problem(field=field, value=value, rule=rule, remedy=remedy)
+    if recipe.max_steps is None:
+        rule, remedy = "a stream has no known end, so an epoch isn't known", "set max_steps"
+        yield Problem(field=field, value=True, rule=rule, remedy=remedy)
+    if len(datasets) > 1 and all(dataset.weight is None for dataset in datasets):
+        rule, remedy = "the sizes of streams aren't known, so their shares must be", "set weight for each of them"
+        yield Problem(field="train_dataset.weight", value=None, rule=rule, remedy=remedy)
+    if len({dataset.buffer_size for dataset in datasets}) > 1:
+        sizes = [dataset.buffer_size for dataset in datasets]
+        rule, remedy = "streams that are mixed share one buffer", "set the same for all of them"
+        yield Problem(field="train_dataset.buffer_size", value=sizes, rule=rule, remedy=remedy)
+    for dataset in datasets:
+        if dataset.streaming and dataset.path.endswith(WHOLE_SUFFIXES):
+            rule = "a .json or .txt file is one value, which can't be streamed"
+            yield Problem(field=field, value=dataset.path, rule=rule, remedy="write .jsonl or .parquet, or remove it")
+
+
+def _source_problems(name: str, dataset: DatasetConfig, stage: str) -> Iterable[Problem]:
+    """A path with a data file's ending must exist; anything else may be the name of a dataset."""
+    if dataset.path.endswith(DATA_SUFFIXES) and not Path(dataset.path).is_file():
+        rule = f"no such file (seen from {Path.cwd()})"
+        yield Problem(field=name, value=dataset.path, rule=rule, remedy="correct the path, or make the file first")
+    is_text = dataset.format == "text" or dataset.path.endswith(".txt")
+    if stage == "pt" and dataset.format not in ("auto", "text"):
+        rule = f"stage: pt reads plain text, and {dataset.format} is a format of conversations"
+        yield Problem(field=f"{name}.format", value=dataset.format, rule=rule, remedy="set text, or stage: sft")
+    elif stage == "sft" and is_text:
+        rule = "plain text has no turns to train on under stage: sft"
+        yield Problem(field=f"{name}.format", value=dataset.format, rule=rule, remedy="set stage: pt, or other data")
+
+
+def _same_problems(datasets: Sequence[DatasetConfig]) -> Iterable[Problem]:
+    for (path, split), count in Counter((dataset.path, dataset.split) for dataset in datasets).items():
+        if count > 1:
+            rule, remedy = f"split {split} of it is named {count} times", "keep one of them"
+            yield Problem(field="eval_dataset", value=path, rule=rule, remedy=remedy)

@@ -1,0 +1,1 @@
+"""Comparing what two runs left behind."""

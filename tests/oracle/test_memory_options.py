@@ -1,0 +1,287 @@
+"""Every memory and FSDP option computes what one process computes, alone and together with the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from moesaic.meshes import build_meshes
+from moesaic.parallel import activation_checkpointing
+from moesaic.parallel.apply import ParallelOptions, from_pretrained
+from moesaic.parallel.experts import find_expert_modules
+from moesaic.parallel.units import UnitParam, list_units
+from moesaic.train.losses import token_loss_sum
+from tests.oracle.cells import Cell, assert_within_tolerance, build_batch, run_cell, share_documents
+from tests.oracle.reference import Case, Reference, load_reference
+from tests.pool import RunRanks
+
+QWEN3, QWEN2, SEVEN = Case(), Case(family="qwen2_moe"), Case(num_experts=7)
+EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
+HSDP = {"ep_size": 2, "mp_replicate_size": 2}
+IGNORED = ("model.layers.*.self_attn", "model.embed_tokens")
+MLP = ("model.layers.*.mlp",)
+
+
+def options(**fields: Any) -> ParallelOptions:
+    return ParallelOptions(**fields)
+
+
+RESENT = {"activation_checkpointing": True, "exchanged_tokens": "recompute"}
+
+CELLS: dict[str, tuple[Case, Cell]] = {
+    # Shards on the host.
+    "offload-ep2": (QWEN3, Cell(world_size=4, sizes=EP2, options=options(offload=True))),
+    "offload-ep4-accumulation": (
+        QWEN3,
+        Cell(world_size=4, sizes=EP4, options=options(offload=True), num_micro_batches=2, accumulation="unsharded"),
+    ),
+    "offload-path-a": (QWEN3, Cell(world_size=2, options=options(expert_parallel=False, offload=True))),
+    "offload-ignored": (
+        QWEN3,
+        Cell(world_size=4, sizes=HSDP, options=options(offload=True, fsdp_ignored_modules=IGNORED)),
+    ),
+    # Whole gradients, reduced once a step.
+    "unsharded-1": (QWEN3, Cell(world_size=4, sizes=EP2, accumulation="unsharded")),
+    "unsharded-4": (QWEN3, Cell(world_size=4, sizes=EP2, num_micro_batches=4, accumulation="unsharded")),
+    "unsharded-4-ep4": (QWEN3, Cell(world_size=4, sizes=EP4, num_micro_batches=4, accumulation="unsharded")),
+    "unsharded-2-hsdp": (QWEN3, Cell(world_size=4, sizes=HSDP, num_micro_batches=2, accumulation="unsharded")),
+    "unsharded-2-path-a": (
+        QWEN3,
+        Cell(
+            world_size=4,
+            sizes={"mp_replicate_size": 2},
+            options=options(expert_parallel=False),
+            num_micro_batches=2,
+            accumulation="unsharded",
+        ),
+    ),
+    "unsharded-2-ignored": (
+        QWEN3,
+        Cell(
+            world_size=4,
+            sizes=EP2,
+            options=options(fsdp_ignored_modules=IGNORED),
+            num_micro_batches=2,
+            accumulation="unsharded",
+        ),
+    ),
+    # Tokens sent again in backward.
+    "resent-ep2": (QWEN3, Cell(world_size=4, sizes=EP2, options=options(**RESENT))),
+    "resent-ep4-packed-accumulation": (
+        QWEN3,
+        Cell(
+            world_size=4,
+            sizes=EP4,
+            options=options(**RESENT),
+            layout="packed",
+            num_micro_batches=2,
+            accumulation="unsharded",
+        ),
+    ),
+    "resent-uneven": (QWEN3, Cell(world_size=4, sizes=EP4, options=options(**RESENT), shares=(1, 9, 2, 4))),
+    "resent-empty": (Case(vocabulary=2), Cell(world_size=4, sizes=EP4, options=options(**RESENT))),
+    # One unit a block, with a mesh for its experts.
+    "custom-ep2-efsdp2": (QWEN3, Cell(world_size=4, sizes=EP2, options=options(fsdp_implementation="custom"))),
+    "custom-ep4": (QWEN3, Cell(world_size=4, sizes=EP4, options=options(fsdp_implementation="custom"))),
+    "custom-hsdp": (QWEN3, Cell(world_size=4, sizes=HSDP, options=options(fsdp_implementation="custom"))),
+    "custom-hsdp-of-dense-alone": (
+        QWEN3,
+        Cell(
+            world_size=4,
+            sizes={**EP2, "mp_replicate_size": 2, "edp_size": 1},
+            options=options(fsdp_implementation="custom"),
+        ),
+    ),
+    "custom-edp": (
+        QWEN3,
+        Cell(world_size=4, sizes={**EP2, "edp_size": 2}, options=options(fsdp_implementation="custom")),
+    ),
+    "custom-7-experts": (SEVEN, Cell(world_size=4, sizes=EP4, options=options(fsdp_implementation="custom"))),
+    "custom-shared-expert-resent": (
+        QWEN2,
+        Cell(world_size=4, sizes=EP2, options=options(fsdp_implementation="custom", **RESENT)),
+    ),
+    "custom-ignored-unsharded-offload": (
+        QWEN3,
+        Cell(
+            world_size=4,
+            sizes=EP2,
+            options=options(fsdp_implementation="custom", fsdp_ignored_modules=IGNORED, offload=True),
+            num_micro_batches=2,
+            accumulation="unsharded",
+        ),
+    ),
+    "custom-no-reshard": (
+        QWEN3,
+        Cell(world_size=4, sizes=EP2, options=options(fsdp_implementation="custom", reshard_after_forward=False)),
+    ),
+    # Experts gathered by a module around them.
+    "hooks-ep2-efsdp2": (QWEN3, Cell(world_size=4, sizes=EP2, options=options(hook_modules=MLP))),
+    "hooks-ep4-checkpointed": (
+        QWEN3,
+        Cell(world_size=4, sizes=EP4, options=options(hook_modules=MLP, activation_checkpointing=True)),
+    ),
+    "hooks-hsdp-shared-expert-unsharded": (
+        QWEN2,
+        Cell(
+            world_size=4,
+            sizes=HSDP,
+            options=options(hook_modules=MLP),
+            num_micro_batches=2,
+            accumulation="unsharded",
+        ),
+    ),
+    "hooks-offload-ignored": (
+        QWEN3,
+        Cell(world_size=4, sizes=EP2, options=options(hook_modules=MLP, offload=True, fsdp_ignored_modules=IGNORED)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_parity_with_one_process(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
+    case, cell = CELLS[name]
+    for errors in run_ranks(run_cell, cell.world_size, cell, load_reference(case, reference_root)):
+        assert_within_tolerance(errors)
+
+
+def grads_of(rank: int, fields: dict[str, Any], ep_size: int, reference: Reference) -> dict[str, Tensor]:
+    """This rank's local gradients of one backward, in bf16: arithmetic that shows every difference."""
+    meshes = build_meshes("cpu", ep_size=ep_size)
+    model = from_pretrained(
+        reference.folder,
+        meshes,
+        options=ParallelOptions(compute_dtype=torch.bfloat16, activation_checkpointing=True, **fields),
+        attn_implementation="sdpa",
+    )
+    (documents,) = share_documents(reference.documents, Cell(world_size=4), rank)
+    batch = build_batch(documents, "padded")
+    token_loss_sum(model(**batch.model_inputs()).logits, batch.labels).backward()
+    return {name: param.grad.to_local() for name, param in model.named_parameters() if isinstance(param.grad, DTensor)}
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_tokens_sent_again_are_the_same_bit_for_bit(run_ranks: RunRanks, reference_root: Path, ep_size: int) -> None:
+    reference = load_reference(QWEN3, reference_root)
+    kept = run_ranks(grads_of, 4, {}, ep_size, reference)
+    resent = run_ranks(grads_of, 4, {"exchanged_tokens": "recompute"}, ep_size, reference)
+    for ours, theirs in zip(resent, kept, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) > 10
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def kept_floats(rank: int, exchanged_tokens: str, reference: Reference) -> int:
+    """Numbers that checkpointing keeps of all blocks between forward and backward, but for the blocks' inputs."""
+    kept: list[Any] = []
+    build = activation_checkpointing._contexts
+
+    def contexts(*args: Any) -> Any:
+        keep, recompute = build(*args)
+        kept.append(keep._kept)
+        return keep, recompute
+
+    options = ParallelOptions(activation_checkpointing=True, exchanged_tokens=cast(Any, exchanged_tokens))
+    with mock.patch.object(activation_checkpointing, "_contexts", contexts):
+        model = from_pretrained(reference.folder, build_meshes("cpu", ep_size=4), options=options)
+        (documents,) = share_documents(reference.documents, Cell(world_size=4), rank)
+        model(**build_batch(documents, "padded").model_inputs())
+    tensors = [
+        tensor for layer in kept for results in layer.values() for result in results for tensor in tree_leaves(result)
+    ]
+    return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
+
+
+def test_tokens_that_are_sent_again_are_not_kept(run_ranks: RunRanks, reference_root: Path) -> None:
+    reference = load_reference(QWEN3, reference_root)
+    num_layers, top_k, hidden = 2, 2, 64
+    kept = run_ranks(kept_floats, 4, "keep", reference)
+    resent = run_ranks(kept_floats, 4, "recompute", reference)
+    num_tokens = [4 * max(len(d) for d in reference.documents[4 * rank : 4 * rank + 4]) for rank in range(4)]
+    # Of each token its top-k scores alone; with its rows, what all ranks got is what all ranks sent, twice a layer.
+    assert resent == [num_layers * top_k * number for number in num_tokens]
+    assert sum(kept) - sum(resent) == num_layers * 2 * top_k * hidden * sum(num_tokens)
+
+
+def prove_factors(rank: int, reference: Reference) -> dict[str, tuple[float | None, bool, int]]:
+    """Divide factor, forced sum and number of shards of each group of the first block's unit."""
+    meshes = build_meshes("cpu", ep_size=2, mp_replicate_size=2)
+    model = from_pretrained(reference.folder, meshes, options=ParallelOptions(fsdp_implementation="custom"))
+    assert not any(isinstance(module, FSDPModule) for module in find_expert_modules(model).values())
+    block = model.model.layers[0]
+    groups = block._get_fsdp_state()._fsdp_param_groups
+    return {
+        " ".join(group.mesh_info.mesh.mesh_dim_names): (
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+            len(group.fsdp_params),
+        )
+        for group in groups
+    }
+
+
+def test_custom_has_two_groups_of_sums_in_one_unit(run_ranks: RunRanks, reference_root: Path) -> None:
+    for factors in run_ranks(prove_factors, 4, load_reference(QWEN3, reference_root)):
+        assert factors == {"mp_replicate mp_shard": (1.0, True, 9), "edp efsdp": (1.0, True, 2)}
+
+
+def refusals(rank: int, fields: dict[str, Any], ep_size: int, reference: Reference) -> str:
+    try:
+        from_pretrained(reference.folder, build_meshes("cpu", ep_size=ep_size), options=ParallelOptions(**fields))
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("fields", "ep_size", "part"),
+    [
+        ({"hook_modules": ("model.layers.*.self_attn",)}, 2, "holds no experts"),
+        ({"hook_modules": ("model.layers.0.mlp",)}, 2, "the experts model.layers.1.mlp.experts are in 0 of"),
+        ({"hook_modules": ("model.layers.*.mlp", "model.layers.*.mlp.experts")}, 2, "are in 2 of"),
+        ({"hook_modules": ("model.layers.*",)}, 2, "is an FSDP unit already"),
+        ({"hook_modules": ("model.nothing",)}, 2, "model.nothing"),
+        ({"fsdp_implementation": "custom", "hook_modules": MLP}, 2, "no hook_modules"),
+        ({"fsdp_implementation": "custom"}, 1, "at least 2"),
+    ],
+)
+def test_what_cannot_be_hooked_is_refused(
+    run_ranks: RunRanks, reference_root: Path, fields: dict[str, Any], ep_size: int, part: str
+) -> None:
+    for message in run_ranks(refusals, 2, fields, ep_size, load_reference(QWEN3, reference_root)):
+        assert part in message, message
+
+
+def list_rows(rank: int, fields: dict[str, Any], reference: Reference) -> list[UnitParam]:
+    options = ParallelOptions(compute_dtype=torch.bfloat16, **fields)
+    return list_units(from_pretrained(reference.folder, build_meshes("cpu", ep_size=2), options=options))
+
+
+@pytest.mark.parametrize(
+    ("fields", "unit"),
+    [
+        ({}, "model.layers.0.mlp.experts"),
+        ({"hook_modules": MLP}, "model.layers.0.mlp"),
+        ({"fsdp_implementation": "custom"}, "model.layers.0"),
+    ],
+)
+def test_units_are_listed_with_what_they_own(
+    run_ranks: RunRanks, reference_root: Path, fields: dict[str, Any], unit: str
+) -> None:
+    for rows in run_ranks(list_rows, 4, fields, load_reference(QWEN3, reference_root)):
+        by_name = {row.name: row for row in rows}
+        assert len(by_name) == len(rows)
+        experts, router = (by_name[f"model.layers.0.mlp.{name}"] for name in ("experts.gate_up_proj", "gate.weight"))
+        assert (experts.unit, router.unit) == (unit, "model.layers.0")
+        assert (experts.shape, experts.local_shape) == ((8, 64, 64), (4, 32, 64))
+        assert (experts.axes, experts.placements) == ("efsdp=2 ep=2", "S(1), S(0)")
+        assert (router.axes, router.placements) == ("mp_shard=4", "S(0)")
+        assert experts.dtypes == router.dtypes == (torch.float32, torch.bfloat16, torch.float32)
+        assert by_name["lm_head.weight"].unit == ""
