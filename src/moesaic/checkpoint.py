@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,9 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
     """
     _refuse_incomplete(folder)
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    _load_position(folder, saved, state.data)
     tensors, rest = _tensors(state), _rest(state, step=0)
+    del rest["data"]
     if _rng_key() not in {key.partition(".")[0] for key in saved}:
         log.warning("checkpoint %s was saved on fewer ranks: this rank keeps its random state", folder)
         del rest[_rng_key()]
@@ -127,10 +129,21 @@ def load_checkpoint(folder: Path, state: TrainState) -> int:
     state.model.load_state_dict(values["model"])
     set_optimizer_state_dict(state.model, state.optimizer, values["optimizer"])
     state.scheduler.load_state_dict(values["scheduler"])
-    state.data.load_state_dict(values["data"])
     if _rng_key() in values:
         _set_rng_state(values[_rng_key()])
     return int(values["step"])
+
+
+def _load_position(folder: Path, saved: Iterable[str], data: Position) -> None:
+    """By the saved names, not by those that ``data`` has now: where they differ, it can say what of the data does.
+
+    Before the weights, so that it says so at once.
+    """
+    prefix = "data."
+    values = {"data": {key.removeprefix(prefix): 0 for key in saved if key.startswith(prefix)}}
+    with _plain_errors(ValueError, f"checkpoint {folder}: can't be loaded"):
+        dcp.load(values, checkpoint_id=folder, planner=BlockLoadPlanner())
+    data.load_state_dict(values["data"])
 
 
 def load_model(folder: Path, model: nn.Module) -> None:

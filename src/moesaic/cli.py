@@ -206,6 +206,8 @@ def _check_foreign(path: Path, tool: str, out: Path | None, overrides: list[str]
     """Translate, write, check."""
     if tool not in TOOLS:
         _fail(f"--from {tool}: must be {' or '.join(TOOLS)}.")
+    if out is not None and out.exists():
+        _fail(f"--out {out}: is there already, and is never overwritten. Name a new file, or delete it.")
     try:
         data, problems = read_mapping(path)
         if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from typer.testing import CliRunner
 
 from moesaic.checkpoint import TrainState, delete_old_checkpoints, load_checkpoint, load_model, save_checkpoint
+from moesaic.cli import app
 from moesaic.config import LrSchedulerConfig, OptimConfig
 from moesaic.config.run_folder import checkpoint_folder, find_latest
 from moesaic.ops.gather import gather_to_rank_0
@@ -132,6 +135,7 @@ def load_on_rank(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[
     assert path is not None
     step = load_checkpoint(path, state)
     load_model(path, bare.model)
+    save_checkpoint(Path(folder) / "again", state, step)
     return whole(state), whole(bare), step
 
 
@@ -140,6 +144,9 @@ def test_another_number_of_ranks_loads_the_same_values(run_ranks, tmp_path: Path
     for loaded, bare, step in run_ranks(load_on_rank, 3, str(tmp_path)):
         assert step == 2
         assert all(torch.equal(loaded[name], value) and torch.equal(bare[name], value) for name, value in saved.items())
+    sides = [str(checkpoint_folder(folder, 2)) for folder in (tmp_path, tmp_path / "again")]
+    result = CliRunner().invoke(app, ["diff", *sides])  # of 2 and 3 ranks, each with random states of its own
+    assert result.exit_code == 0 and "optimizer.state.blocks.0.0.bias.step" in result.stdout, result.output
 
 
 def rotate_on_rank(rank: int, folder: str, best: int | None) -> list[str]:
@@ -303,3 +310,34 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(run_ranks, tmp_path: P
     message = run_ranks(load_another_shape, 2, str(tmp_path))[0]
     assert "model.experts.weight has shape (8, 5) there, and has shape (9, 5) here" in message
     assert str(tmp_path) in message
+
+
+class Mixture(Counter):
+    """A data position of several sources, each with a name of its own in the checkpoint."""
+
+    def __init__(self, num_sources: int) -> None:
+        super().__init__()
+        self.num_sources = num_sources
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_sources": self.num_sources} | {f"taken_{number}": 5 for number in range(self.num_sources)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["num_sources"] != self.num_sources:
+            raise ValueError(f"num_sources is {self.num_sources} now and was {state['num_sources']}")
+
+
+def resume_with_another_source(rank: int, folder: str) -> list[str]:
+    messages = []
+    state = build_state(seed=0)
+    for num_saved, num_now in ((1, 2), (2, 1)):
+        path = save_checkpoint(Path(folder), replace(state, data=Mixture(num_saved)), step=1)
+        with pytest.raises(ValueError) as caught:
+            load_checkpoint(path, replace(state, data=Mixture(num_now)))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_source_more_or_less_is_refused_in_the_datas_own_words(run_ranks, tmp_path: Path) -> None:
+    expected = ["num_sources is 2 now and was 1", "num_sources is 1 now and was 2"]
+    assert run_ranks(resume_with_another_source, 2, str(tmp_path)) == [expected] * 2

@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from typer.testing import CliRunner
 
+from moesaic.checkpoint import save_checkpoint
+from moesaic.cli import app
 from moesaic.config import DumpConfig
 from moesaic.ops.gather import gather_to_rank_0
 from moesaic.ops.placements import local_blocks, local_shape
@@ -59,6 +62,7 @@ def dump_on_rank(rank: int, reference: Reference, folder: str, sizes: dict[str, 
     save_grads = partial(dumper.save, 1, "grad")
     train_step(state.model, batches, state.optimizer, None, meshes, max_grad_norm=1e-3, before_clip=save_grads)
     dumper.save(1, "param")
+    save_checkpoint(Path(folder), state, step=1)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,11 @@ def test_two_topologies_dump_the_same(run_ranks, reference: Reference, tmp_path:
     report = diff(*folders)
     assert len(report.differences) == 2 * len(reference.grads) and report.is_equal(TOLERANCES["adamw"])
     assert not report.is_equal(0.0)
+    for name, dumped in zip(("ep", "fsdp2"), folders, strict=True):  # a checkpoint also has moments, a dump none
+        checkpoint = tmp_path / name / "step-000001"
+        for sides in ((checkpoint, dumped / "param"), (dumped / "param", checkpoint)):
+            result = CliRunner().invoke(app, ["diff", *map(str, sides)])
+            assert result.exit_code == 0, result.output
     # Not scaled by the clipping to a norm of 0.001.
     for name, grad in reference.grads.items():
         dumped = load_file(folders[0] / "grad" / f"{name}.safetensors")[name]

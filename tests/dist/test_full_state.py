@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import moesaic.weights.full_state as full_state
 from moesaic import load_full_state_dict
@@ -108,3 +110,25 @@ def test_one_process_and_tied_names(tmp_path: Path) -> None:
         load_full_state_dict(model, {**state, "lm_head.weight": torch.zeros(48, 16)})
     del state["model.embed_tokens.weight"]
     load_full_state_dict(model, state)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_both_sides_exchange_on_the_meshs_device_where_shards_lie_on_the_cpu(rank: int) -> None:
+    """As under ``offload``; meta stands for the accelerator."""
+    mesh = DeviceMesh("meta", [0, 1], _init_backend=False, _rank=rank)
+    meta = TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
+    sharded = DTensor(torch.zeros(2, 2), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+    devices: list[str] = []
+
+    def message(tensor: torch.Tensor, **_: int) -> None:
+        devices.append(tensor.device.type)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(dist, "send", message)
+        patch.setattr(dist, "recv", message)
+        if rank:
+            full_state._receive(sharded, src=0)
+        else:
+            full_state._send(sharded, torch.ones(4, 2), [0, 1], src=1)
+    assert devices == ["meta"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moesaic.config import MoesaicConfig, Recipe, load_saved_recipe, save_recipe
+from moesaic.train import loop
 from moesaic.train.loop import NonFiniteError, export_checkpoint, train
 from tests.unit.data_tokenizers import MARKED, build_tokenizer
 from tests.unit.tiny_checkpoints import save_tiny
@@ -118,7 +119,7 @@ def test_the_best_checkpoint_is_kept_survives_a_resume_and_is_exported(run_ranks
     best = min(losses, key=losses.__getitem__)
     assert 1 <= best < 3, "the course must have its minimum before its end"
     remembered = json.loads((tmp_path / "straight" / "best.json").read_text())
-    assert remembered == {"step": best, "loss": losses[best]}
+    assert remembered == {"step": best, "loss": losses[best], "sets": [str(source / "eval.jsonl")]}
     kept = sorted(path.name for path in (tmp_path / "straight").glob("step-*"))
     assert kept == [f"step-{best:06d}", "step-000003"]
     run_ranks(export_on_rank, 1, recipe_of(source, tmp_path), tmp_path / "straight" / kept[0], tmp_path / "best")
@@ -150,6 +151,15 @@ def export_on_rank(rank: int, recipe: Recipe, checkpoint: Path, folder: Path) ->
     export_checkpoint(recipe, checkpoint, folder)
 
 
+def export_and_listen(rank: int, recipe: Recipe, checkpoint: Path, folder: Path) -> list[str]:
+    """What the export warns of."""
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.logger, "warning", lambda text, *args: messages.append(text % args))
+        export_checkpoint(recipe, checkpoint, folder)
+    return messages
+
+
 def test_path_a_exports_what_transformers_loads_also_from_a_checkpoint(run_ranks, source: Path, tmp_path: Path) -> None:
     recipe = recipe_of(
         source, tmp_path / "run", dist_config={"name": "fsdp2"}, max_steps=1, eval_dataset=None, eval_steps=None
@@ -158,7 +168,8 @@ def test_path_a_exports_what_transformers_loads_also_from_a_checkpoint(run_ranks
     bare = tmp_path / "bare"  # an export needs neither the weights that training began with, nor their place
     shutil.copytree(source / "model", bare, ignore=shutil.ignore_patterns("*.safetensors"))
     moved = recipe.model_copy(update={"model": str(bare), "attn_implementation": "flash_attention_2"})
-    run_ranks(export_on_rank, 1, moved, tmp_path / "run" / "step-000001", tmp_path / "again")
+    ((warning,),) = run_ranks(export_and_listen, 1, moved, tmp_path / "run" / "step-000001", tmp_path / "again")
+    assert warning.startswith(f"{bare}: the weights that training began with aren't there.")
     assert equal_weights(tmp_path / "run" / "export", tmp_path / "again")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export")
@@ -166,18 +177,20 @@ def test_path_a_exports_what_transformers_loads_also_from_a_checkpoint(run_ranks
     assert not equal_weights(source / "model", tmp_path / "again")
 
 
-def run_program(folder: Path, *args: object) -> None:
-    """``python -m ...`` in ``folder``; it must end well."""
+def run_program(folder: Path, *args: object) -> str:
+    """What ``python -m ...`` in ``folder`` prints; it must end well."""
     command = [sys.executable, "-m", *map(str, args)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_command_starts_ranks_runs_under_torchrun_and_exports(source: Path, tmp_path: Path) -> None:
     few = {"max_steps": 1, "save_steps": None, "eval_dataset": None, "eval_steps": None}
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     save_recipe(recipe_of(source, run, model="model", **few), recipe)
-    run_program(source, "moesaic.cli", "train", recipe, "--nproc", 2)
+    said = run_program(source, "moesaic.cli", "train", recipe, "--nproc", 2, "--verbose")
+    assert said.count("model.layers.1.mlp.experts.gate_up_proj") == 1  # rank 0's table of FSDP units
     first = run.rename(tmp_path / "first")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "moesaic.cli")
     run_program(source, *torchrun, "train", recipe)

@@ -28,6 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows[3] = {"messages": []}
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [{"text": f"the sum of {n} and {n} is {2 * n}. " * (1 + n % 4)} for n in range(30)]
+    texts[2] = {"text": ""}
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     return folder
 
@@ -98,6 +99,10 @@ def test_the_same_on_any_ranks_and_resumed(run_ranks, source: Path, tmp_path: Pa
     middle = str(tmp_path / "one" / "step-000002")
     run_ranks(train_on_rank, 2, fields_of(source, tmp_path / "on", resume_from_checkpoint=middle, **fields))
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-4)
-    if fields["train_dataset"].get("streaming") and "stage" not in fields:
+    if fields["train_dataset"].get("streaming") and "stage" in fields:
+        lines = (tmp_path / "two" / "data_report_0.jsonl").read_text().splitlines()
+        assert {json.loads(line)["index"] for line in lines} == {2}
+        assert not (tmp_path / "two" / "data_report_1.jsonl").exists(), "the ranks tokenize the same rows"
+    elif fields["train_dataset"].get("streaming"):
         lines = (tmp_path / "one" / "data_report_0.jsonl").read_text().splitlines()
         assert {json.loads(line)["index"] for line in lines} == {3}

@@ -44,7 +44,8 @@ that floor. The k-th and the next score of every `topk` are at least 1e-4 apart,
 expert.
 
 Layers of the same class elsewhere (a vision tower's) are experts too: a `ModelSpec` whose `experts` is a glob leaves
-them out. Parameters that a family keeps in fp32 have the dtype of all others: FSDP2 wants one in a unit."""
+them out. Parameters that a family keeps in fp32 have the dtype of all others: FSDP2 wants one in a unit.
+Under `bf16` they are gathered in bf16 like the rest (plain transformers would compute with them in fp32)."""
 CELL = Cell(world_size=4, sizes={"ep_size": 2}, optimizers=("sgd",))
 NUM_DOCUMENTS = 8
 QUANTITIES = ("loss", "grads", "norms", "sgd")

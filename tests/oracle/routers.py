@@ -133,8 +133,9 @@ def _backward(model: PreTrainedModel, documents: list[Sample], options: RouterOp
 @torch.no_grad()
 def _move_biases(model: PreTrainedModel, counts: Numbers, rate: float) -> None:
     for name, count in counts.items() if rate else ():
-        bias = routers_of(model)[name].get_buffer("e_score_correction_bias")
-        bias += rate * torch.sign(count.float().mean() - count.float())
+        router = routers_of(model)[name]
+        (bias,) = [t for key, t in router.state_dict().items() if key.endswith("e_score_correction_bias")]
+        bias += (rate * torch.sign(count.float().mean() - count.float())).view(bias.shape)
 
 
 def run_router_cell(rank: int, cell: Cell, reference: Reference, case: RouterCase, expected: Numbers) -> Numbers:

@@ -19,7 +19,8 @@ from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.parallel.experts import find_expert_modules
 from moesaic.parallel.units import UnitParam, list_units
 from moesaic.train.losses import token_loss_sum
-from tests.oracle.cells import Cell, assert_within_tolerance, build_batch, run_cell, share_documents
+from moesaic.train.step import train_step
+from tests.oracle.cells import Cell, assert_within_tolerance, build_batch, full, run_cell, share_documents
 from tests.oracle.reference import Case, Reference, load_reference
 from tests.pool import RunRanks
 
@@ -257,6 +258,63 @@ def test_what_cannot_be_hooked_is_refused(
 ) -> None:
     for message in run_ranks(refusals, 2, fields, ep_size, load_reference(QWEN3, reference_root)):
         assert part in message, message
+
+
+@pytest.mark.parametrize("implementation", ["native", "custom"])
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("model.layers.*.mlp",), "model.layers.0.mlp: it is or holds experts"),
+        (("model.layers.*.mlp.experts",), "model.layers.0.mlp.experts: it is or holds experts"),
+        (("model.layers.*",), "it is or holds experts or blocks"),
+        (("model.layers",), "model.layers: it is or holds experts or blocks"),
+        (("model.layers.*.self_attn", "model.layers.*.self_attn.q_proj"), "q_proj: it is inside another"),
+    ],
+)
+def test_what_cannot_be_left_whole_is_refused(
+    run_ranks: RunRanks, reference_root: Path, implementation: str, patterns: tuple[str, ...], message: str
+) -> None:
+    """Experts in such a unit would be nobody's, and their gradients reduced over no rank."""
+    fields = {"fsdp_ignored_modules": patterns, "fsdp_implementation": implementation}
+    for said in run_ranks(refusals, 2, fields, 2, load_reference(QWEN3, reference_root)):
+        assert said.startswith("fsdp_ignored_modules: ") and message in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert_parallel": False, "hook_modules": ("a",)}, "hook_modules: for expert_parallel=True"),
+        ({"expert_parallel": False, "fsdp_implementation": "custom"}, "fsdp_implementation: for"),
+        ({"exchanged_tokens": "recompute"}, "needs activation_checkpointing"),
+    ],
+)
+def test_options_that_nothing_reads_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelOptions(**fields)
+
+
+def accumulated(rank: int, num_micro_batches: int, reference: Reference) -> dict[str, Tensor]:
+    """Gradients of the same documents, as often as there are micro-batches."""
+    stored_in_bf16 = options(storage_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+    meshes = build_meshes("cpu", ep_size=2)
+    model = from_pretrained(reference.folder, meshes, options=stored_in_bf16, attn_implementation="sdpa")
+    (documents,) = share_documents(reference.documents, Cell(world_size=2), rank)
+    grads: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        grads.update({name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None})
+
+    batches = [build_batch(documents, "padded")] * num_micro_batches
+    train_step(model, batches, torch.optim.SGD(model.parameters(), lr=0.0), None, meshes, None, keep)
+    return grads
+
+
+def test_many_micro_batches_of_bf16_gradients_are_summed_in_fp32(run_ranks: RunRanks, reference_root: Path) -> None:
+    """64 equal micro-batches have the gradients of one; added up in bf16 they would be off by some percent."""
+    reference = load_reference(QWEN3, reference_root)
+    once, often = (run_ranks(accumulated, 2, num, reference)[0] for num in (1, 64))
+    errors = [((often[name] - grad).float().norm() / grad.float().norm()).item() for name, grad in once.items()]
+    assert max(errors) <= 2**-7, max(errors)  # each of the two is rounded to 8 bits
 
 
 def list_rows(rank: int, fields: dict[str, Any], reference: Reference) -> list[UnitParam]:

@@ -21,6 +21,7 @@ from tests.pool import RunRanks
 
 LOSSES = RouterOptions(aux_loss_coef=0.1, z_loss_coef=0.01)
 QWEN3, DEEPSEEK = Case(), Case(family="deepseek_v3", is_listed=True)
+LAGUNA, ERNIE = Case(family="laguna", is_listed=True), Case(family="ernie4_5_moe", is_listed=True)
 ALL = RouterCase(options=replace(LOSSES, bias_update_rate=0.01))
 PATH_A = ParallelOptions(expert_parallel=False)
 CHECKPOINTED = ParallelOptions(activation_checkpointing=True)
@@ -61,6 +62,14 @@ CELLS: dict[str, tuple[Case, RouterCase, Cell]] = {
     "bias-alone-path-a-accumulation-2": (
         DEEPSEEK, RouterCase(options=RouterOptions(bias_update_rate=0.01)),
         Cell(world_size=2, options=PATH_A, num_micro_batches=2),
+    ),
+    # The bias is a frozen parameter, which FSDP shards, and keeps on the host where it is told to.
+    "bias-a-parameter-hsdp2-offload": (
+        LAGUNA, ALL,
+        Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2}, options=ParallelOptions(offload=True)),
+    ),
+    "bias-a-row-ep2": (
+        ERNIE, RouterCase(options=RouterOptions(bias_update_rate=0.01)), Cell(world_size=4, sizes=EP2)
     ),
     "frozen-router": frozen(GATES),
     "frozen-router-losses": frozen(GATES, losses=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +293,125 @@ def test_verl_ppo_names_what_is_for_reinforcement_learning() -> None:
         ("verl", {"model": {"lora_rank": 32}}, "model.lora_rank"),
         ("verl", {"data": {"truncation": "left"}}, "data.truncation"),
         ("verl", {"data": {"prompt_key": "question"}}, "data.prompt_key"),
+        ("verl", {"model": {"trust_remote_code": True}}, "model.trust_remote_code"),
+        ("verl", {"engine": {"fsdp_size": 4}}, "engine.fsdp_size"),  # of how many ranks?
+        ("verl", {"engine": {"fsdp_size": 3}, "trainer": {"n_gpus_per_node": 8}}, "engine.fsdp_size"),
+        ("verl", {"engine": {"dtype": "float16"}}, "engine.dtype"),
+        ("verl", {"engine": {"mixed_precision": {"reduce_dtype": "bf16"}}}, "engine.mixed_precision.reduce_dtype"),
     ],
 )
 def test_what_has_no_equivalent_says_so(tool: str, values: dict[str, Any], field: str) -> None:
     translation = translate(tool, values)
     assert field in outcomes(translation, NoEquivalent) and not translation.is_complete
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "field"),
+    [
+        ("llamafactory", {"model": "m", "max_steps": "auto"}, "max_steps"),
+        ("llamafactory", {"model": "m", "learning_rate": "${lr}"}, "learning_rate"),
+        ("llamafactory", {"model": "m", "num_train_epochs": math.inf}, "num_train_epochs"),
+        ("llamafactory", {"model": "m", "train_dataset": 5}, "train_dataset"),
+        ("llamafactory", {"model": "m", "dist_config": {"name": ["fsdp2"]}}, "dist_config.name"),
+        ("verl", {"trainer": {"n_gpus_per_node": "???"}}, "trainer.n_gpus_per_node"),
+        ("verl", {"trainer": {"save_freq": "after_each_epoch"}}, "trainer.save_freq"),
+        ("verl", {"trainer": {"test_freq": "${oc.select:nowhere,[}"}}, "trainer.test_freq"),
+        ("verl", {"trainer": {"n_gpus_per_node": 8}, "ulysses_sequence_parallel_size": 0}, "trainer.n_gpus_per_node"),
+    ],
+)
+def test_values_of_an_unexpected_type_are_named(tool: str, values: dict[str, Any], field: str) -> None:
+    (line,) = (line for line in translate(tool, values).lines if line.field == field)
+    assert line.outcome == NoEquivalent("value isn't understood")
+
+
+def test_automatic_accumulation_is_no_number() -> None:
+    values = {"model_name_or_path": "m", "gradient_accumulation_steps": "auto"}
+    assert "gradient_accumulation_steps" in outcomes(translate("llamafactory", values, world_size=8), NoEquivalent)
+
+
+@pytest.mark.parametrize("text", ["[a, b]", "", "a: [", "a: 1", "a: {b", "\x00"])
+@pytest.mark.parametrize("name", ["v1.yaml", "dataset_info.json"])
+def test_dataset_files_that_say_something_else_are_named(folder: Path, name: str, text: str) -> None:
+    (folder / "data" / name).write_text(text)
+    translation = read("llamafactory", (LF if name.endswith("json") else LF_V1).format(folder=folder), world_size=8)
+    assert outcomes(translation, NoEquivalent) == {"dataset" if name.endswith("json") else "train_dataset"}
+    assert f"NO EQUIVALENT: {folder}/data/{name}" in translation.table()
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "ours"),
+    [
+        ("v0", {"load_best_model_at_end": True}, {"load_best_model_at_end": True}),
+        ("v0", {"report_to": "none"}, {"report_to": []}),
+        ("v0", {"report_to": ["wandb"]}, {"report_to": ["wandb"]}),
+        ("v0", {"report_to": "tensorboard"}, {"report_to": ["tensorboard"]}),
+        ("verl", {"trainer": {"logger": ["console"]}}, {"report_to": []}),
+        ("verl", {"trainer": {"logger": ["console", "wandb"]}}, {"report_to": ["wandb"]}),
+        (
+            "v1",
+            {"report_to": ["wandb"], "eval_steps": 5, "lr_scheduler_config": {"name": "cosine", "min_lr_ratio": 0.1}},
+            {"report_to": ["wandb"], "eval_steps": 5, "lr_scheduler_config": {"name": "cosine", "min_lr_ratio": 0.1}},
+        ),
+        (
+            "v0",
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            {"lr_scheduler_config": {"name": "cosine", "min_lr_ratio": 0.1}},
+        ),
+        ("v0", {"deepspeed": "ds_z3_offload_config.json"}, {"offload": True, "dist_config": {"name": "fsdp2"}}),
+        ("v0", {"fsdp": "full_shard auto_wrap offload"}, {"offload": True, "dist_config": {"name": "fsdp2"}}),
+        ("v1", {"dist_config": {"name": "deepspeed", "config_file": "ds_z3_offload_config.json"}}, {"offload": True}),
+        (
+            "verl",
+            {"engine": {"fsdp_size": 4}, "trainer": {"n_gpus_per_node": 8, "nnodes": 2}},
+            {"mp_shard_size": 4, "mp_replicate_size": 4, "dp_size": 16},
+        ),
+        ("verl", {"engine": {"full_determinism": True, "seed": 7}}, {"full_determinism": True, "seed": 7}),
+        ("verl", {"engine": {"full_determinism": False, "seed": 7}}, {"full_determinism": False, "seed": 1}),
+        ("verl", {"engine": {"dtype": "bfloat16"}}, {"bf16": True}),
+        (
+            "verl",
+            {"engine": {"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}},
+            {"bf16": False},
+        ),
+    ],
+)
+def test_fields_and_their_equivalents(tool: str, values: dict[str, Any], ours: dict[str, Any]) -> None:
+    models: dict[str, dict[str, Any]] = {
+        "v0": {"model_name_or_path": "m", "finetuning_type": "full"},
+        "v1": {"model": "m"},
+        "verl": {},
+    }
+    translation = translate("verl" if tool == "verl" else "llamafactory", {**models[tool], **values})
+    assert translation.is_complete, translation.table()
+    recipe = translation.recipe()
+    assert {name: recipe.get(name) for name in ours} == ours
+
+
+def test_all_ranks_in_one_shard_need_no_size() -> None:
+    recipe = translate("verl", {"engine": {"fsdp_size": 8}, "trainer": {"n_gpus_per_node": 8}}).recipe()
+    assert "mp_shard_size" not in recipe and "mp_replicate_size" not in recipe
+
+
+@pytest.mark.parametrize("values", [{"finetuning_type": "freeze"}, {"freeze_language_model": True}])
+def test_freezing_points_to_its_field(values: dict[str, Any]) -> None:
+    table = translate("llamafactory", {"model_name_or_path": "m", **values}).table()
+    assert "frozen_modules" in table
+
+
+def test_plain_text_and_mirrors_of_a_dataset_info(folder: Path) -> None:
+    infos = {
+        "identity": {"file_name": "identity.json", "columns": {"prompt": "text"}},
+        "demo": {"hf_hub_url": "org/demo", "ms_hub_url": "mirror/demo"},
+    }
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(infos))
+    text = LF.format(folder=folder)
+    plain = read("llamafactory", text.replace("stage: sft", "stage: pt"), world_size=8)
+    assert plain.is_complete, plain.table()
+    assert plain.recipe()["train_dataset"] == [
+        {"path": f"{folder}/data/identity.json", "format": "text"},
+        {"path": "org/demo"},
+    ]
+    assert outcomes(read("llamafactory", text, world_size=8), NoEquivalent) == {"dataset"}
 
 
 @pytest.mark.parametrize(("tool", "values"), [("llamafactory", {"model": "m"}), ("verl", {"data": {"max_length": 8}})])
@@ -340,4 +455,8 @@ def test_exit_codes(folder: Path) -> None:
     assert run("--from", "nothing", file).exit_code == 2
     assert run("--from", "verl", folder / "none.yaml").exit_code == 2
     assert run(file, "--out", folder / "out.yaml").exit_code == 2
+    for there in (file, folder / "data" / "v1.yaml"):
+        before = there.read_text()
+        refused = run("--from", "llamafactory", file, "--out", there)
+        assert refused.exit_code == 2 and "never overwritten" in refused.stderr and there.read_text() == before
     assert set(TOOLS) == {"llamafactory", "verl"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.data import Batch, BatchLoader, EvalLoader, Sample
+from moesaic.data import Batch, BatchLoader, EvalLoader, MixedDataset, Sample
 from moesaic.train.losses import count_loss_tokens
 
 NUM_SAMPLES = 21
@@ -151,6 +151,19 @@ def test_foreign_state_is_refused():
         loader.load_state_dict(build_loader(seed=8).state_dict())
     with pytest.raises(ValueError, match="packing is 0 now and was 1; num_rows is"):
         loader.load_state_dict(build_loader(packing=True).state_dict())
+
+
+def test_the_state_of_datasets_in_another_order_is_refused():
+    """Their samples, tokens and rows are as many, and even their lengths the same."""
+    options: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 8, "dp_rank": 0, "dp_size": 1}
+    options |= {"cutoff_len": CUTOFF_LEN, "packing": False, "pad_token_id": 0, "seed": 7}
+    one, two = ([Sample(input_ids=[token] * 3, labels=[token] * 2 + [-100])] * 4 for token in (1, 2))
+    state = BatchLoader(MixedDataset([one, two], None, seed=7), **options).state_dict()
+    BatchLoader(MixedDataset([one, two], None, seed=7), **options).load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="data position can't be resumed, the order of samples differs: samples_crc is"
+    ):
+        BatchLoader(MixedDataset([two, one], None, seed=7), **options).load_state_dict(state)
 
 
 def test_sizes_that_do_not_divide():

@@ -17,6 +17,7 @@ from moesaic.data.chat import Masking
 from moesaic.data.encode import EncodedRow, RowEncoder
 from moesaic.data.formats import SampleError, UnreadableRow
 from moesaic.data.row_stream import JsonLines, NamedStream, Parquet, open_stream
+from moesaic.train.data import RunData
 from tests.unit.data_tokenizers import build_tokenizer
 
 CUTOFF_LEN = 8
@@ -48,10 +49,10 @@ class Encoder:
         return EncodedRow(samples=(Sample(input_ids=ids, labels=[*ids[1:], -100]),), is_cut=False)
 
 
-def build_source(first=1, size=23, weight=1.0, encoder=None, name="numbers"):
+def build_source(first=1, size=23, weight=1.0, encoder=None, name="numbers", split="train"):
     masking = Masking(method="text", end_of_turn=None, end_of_turn_id=None)
     row_encoder = RowEncoder(format_name="n", known_columns=frozenset(), masking=masking, encode=encoder or Encoder())
-    return StreamSource(name=name, rows=Numbers(first, size), encoder=row_encoder, weight=weight)
+    return StreamSource(name=name, rows=Numbers(first, size), encoder=row_encoder, weight=weight, split=split)
 
 
 def build_loader(sources=None, **changes: Any) -> StreamLoader:
@@ -162,9 +163,40 @@ def test_bad_rows_are_told_by_the_rank_that_has_them():
     assert {bad.source for bad in told} == {"numbers"}
 
 
-def test_only_bad_rows_end_a_packed_run():
-    with pytest.raises(ValueError, match="no good sample among 10 rows one after another of numbers"):
-        run(1, sources=[build_source(7, 1)], packing=True)
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_whole_pass_of_bad_rows_ends_the_run(packing):
+    """Also where another source's rows are good."""
+    sources = [build_source(1, 6), build_source(7, 1, name="sevens")]
+    with pytest.raises(ValueError, match="dataset 'sevens': 1 rows one after another are bad .row 0: a multiple of 7"):
+        run(3, sources=sources, packing=packing)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_many_bad_rows_one_after_another_end_the_run(packing):
+    """In a source whose end is far: those that this rank has in a block of 400."""
+
+    def encode(row):
+        if row > 150:
+            raise SampleError("too late")
+        return Encoder()(1)
+
+    loader = build_loader([build_source(1, 10_000, encoder=encode)], buffer_size=400, dp_size=2, packing=packing)
+    with pytest.raises(ValueError, match="'numbers': 200 rows one after another are bad .*too late; .*too late; .*too"):
+        list(islice(loader, 1000))
+
+
+def test_a_few_bad_rows_fill_a_small_block_without_harm():
+    sources = [build_source(1, 24)]
+    assert run(3, sources=sources, packing=True, buffer_size=1, global_batch_size=1) == [[(1,)], [(2,)], [(3,)]]
+    assert len(run(50, sources=sources, packing=True, buffer_size=1, global_batch_size=1)) == 50
+
+
+def test_a_source_that_begins_with_bad_rows_only_is_refused_at_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(
+        ValueError, match="all of its first 3 rows are bad .row 0: .*; row 1: .*nothing would be trained"
+    ):
+        build_stream_source(str(tmp_path / "a.jsonl"), build_tokenizer(), 16, stage="pt")
 
 
 def test_state_of_a_running_iterator_can_be_replaced():
@@ -179,7 +211,11 @@ def test_state_of_a_running_iterator_can_be_replaced():
 
 def test_foreign_state_is_refused():
     state = build_loader().state_dict()
-    for changes in ({"seed": 8}, {"packing": True}, {"buffer_size": 11}, {"sources": [build_source()]}):
+    other_split = [build_source(split="test"), build_source(101, 9, 0.5)]
+    for sources in ([build_source()], other_split):
+        with pytest.raises(ValueError, match="data position can't be resumed.* sources is"):
+            build_loader(sources).load_state_dict(state)
+    for changes in ({"seed": 8}, {"packing": True}, {"buffer_size": 11}):
         with pytest.raises(ValueError, match="data position can't be resumed"):
             build_loader(**changes).load_state_dict(state)
 
@@ -195,10 +231,23 @@ def files(tmp_path: Path) -> dict[str, str]:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=4)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "train.jsonl").write_text("\n".join(lines) + "\n")
-    return {name: str(tmp_path / name) for name in ("a.jsonl", "a.parquet", "folder")}
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "stored")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
+    return {name: str(tmp_path / name) for name in ("a.jsonl", "a.parquet", "folder", "stored", "splits")}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("a.jsonl", JsonLines), ("a.parquet", Parquet), ("folder", NamedStream)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.jsonl", JsonLines),
+        ("a.parquet", Parquet),
+        ("folder", NamedStream),
+        ("stored", NamedStream),
+        ("splits", NamedStream),
+    ],
+)
 def test_every_kind_of_source_is_read_from_any_row(files, name, kind):
     stream = open_stream(files[name])
     assert isinstance(stream, kind)
@@ -223,3 +272,16 @@ def test_real_text_is_streamed(files):
     loader = build_loader([source], stage="pt", cutoff_len=16, packing=True, buffer_size=25, global_batch_size=1)
     texts = [build_tokenizer().decode(batch.input_ids[0]) for step in islice(loader, 1) for batch in step]
     assert "number" in texts[0] and "<|im_end|>" in texts[0]
+
+
+def test_a_source_says_what_it_is(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "id": 1}\n')
+    turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = turns + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    source = build_stream_source(str(tmp_path / "a.jsonl"), build_tokenizer(template), 64)
+    data = RunData(loader=build_loader([source]), eval_loaders={}, train_reports=(), eval_reports=(), streams=(source,))
+    (text,) = data.describe()
+    assert "streamed, so nothing is counted" in text
+    assert "format prompt_completion" in text and "method 'prefix'" in text
+    assert "end of turn: none: the model can't learn to stop" in text
+    assert "columns of its first rows not used: id" in text

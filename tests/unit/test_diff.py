@@ -130,4 +130,7 @@ def test_a_checkpoint_is_compared_under_the_modules_own_names(tmp_path: Path) ->
         ("head.weight", True),
         ("model.norm.weight", True),
     ]
+    assert report.only_a == report.only_b == ()
+    dcp.save({"model": weights, "step": 3}, checkpoint_id=tmp_path / "step-000004")
+    report = diff(tmp_path / "step-000003", tmp_path / "step-000004")
     assert report.only_a == ("optimizer.state.head.weight.exp_avg",) and report.only_b == ()

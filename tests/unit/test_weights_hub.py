@@ -1,5 +1,5 @@
 """Every tensor of models as they lie on the Hub has its place: from headers alone, at real sizes, with few layers. All
-layers: tests/matrix/test_hub_models.py."""
+layers: tests/families/hub_models.py."""
 
 from __future__ import annotations
 

@@ -217,7 +217,12 @@ class _ExpertParallelConfig(Section):
     edp_size: Annotated[int | None, about(OURS, "Replicas of the experts. Unset: `mp_replicate_size`.", ge=1)] = None
     fsdp_ignored_modules: Annotated[
         tuple[str, ...],
-        about(FSDPTURBO, "Globs of modules that the outer FSDP2 leaves alone. Experts always are.", strict=False),
+        about(
+            FSDPTURBO,
+            "Globs of modules that the outer FSDP2 leaves alone: every rank keeps them whole, and their gradients are "
+            "summed over all. Experts are left alone too, but stay sharded; no glob may hold them.",
+            strict=False,
+        ),
     ] = ()
     fsdp_implementation: Annotated[
         Literal["native", "custom"],

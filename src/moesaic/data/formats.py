@@ -299,16 +299,26 @@ def _load_json_list(path: Path) -> list[Any]:
     return rows
 
 
+def is_stored(path: Path) -> bool:
+    """Whether it is a folder that ``datasets.save_to_disk`` wrote."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def load_stored(path: Path, split: str) -> Any:
+    """The ``datasets.Dataset`` in such a folder, mapped into memory; ``split`` of it where it has several."""
+    import datasets
+
+    stored = datasets.load_from_disk(str(path))
+    return stored[split] if isinstance(stored, datasets.DatasetDict) else stored
+
+
 def _load_with_datasets(path: Path, source: str, split: str) -> Rows:
     import datasets  # slow to import, and not needed for JSON
 
     try:
         if path.suffix == ".parquet":
             return datasets.load_dataset("parquet", data_files=source, split="train")
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            stored = datasets.load_from_disk(source)
-            return stored[split] if isinstance(stored, datasets.DatasetDict) else stored
-        return datasets.load_dataset(source, split=split)
+        return load_stored(path, split) if is_stored(path) else datasets.load_dataset(source, split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"dataset {source!r} (split {split!r}) can't be loaded as a {', '.join(FILE_SUFFIXES)} file, as a folder, "

@@ -12,6 +12,8 @@ runs the same number of micro-batches. The loss is a sum over the global count o
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -71,6 +73,7 @@ class BatchLoader:
         # Packing needs an order of its own: in file order, rows would be made of neighbours in the file.
         order = shuffle_indices(len(dataset), f"{seed}/pack") if packing else range(len(dataset))
         self._rows = build_rows(dataset, order, self._options)
+        self._samples_crc = _crc_of(dataset)
         self._epoch = 0
         self._index = 0
 
@@ -125,12 +128,12 @@ class BatchLoader:
         ``dp_size``, ``micro_batch_size`` and ``global_batch_size`` may have changed: the position counts rows.
 
         Raises:
-            ValueError: the state belongs to other data or another order (seed, rows, packing, cutoff_len).
+            ValueError: the state belongs to other data or another order (seed, samples, packing, cutoff_len).
         """
         changed = [
-            f"{field} is {value} now and was {state[field]}"
+            f"{field} is {value} now and was {state.get(field)}"
             for field, value in self._identity().items()
-            if state[field] != value
+            if state.get(field) != value
         ]
         if changed:
             raise ValueError(
@@ -147,6 +150,7 @@ class BatchLoader:
             "num_samples": len(self._dataset),
             "num_tokens": sum(len(self._dataset[index]) for index in range(len(self._dataset))),
             "num_rows": len(self._rows),
+            "samples_crc": self._samples_crc,
         }
 
 
@@ -211,6 +215,14 @@ def check_sizes(micro_batch_size: int, dp_rank: int, dp_size: int, global_batch_
             f"global_batch_size={global_batch_size}: must be a multiple of micro_batch_size * dp_size = "
             f"{micro_batch_size} * {dp_size} = {per_round}; the nearest is {nearest}"
         )
+
+
+def _crc_of(dataset: SampleSource) -> int:
+    """Of all tokens in order: counts alone would take datasets in another order for the same."""
+    crc = 0
+    for index in range(len(dataset)):
+        crc = zlib.crc32(array("i", dataset[index].input_ids), crc)
+    return crc
 
 
 def _refuse_empty(dataset: SampleSource) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from moesaic.data.formats import parse_line
+from moesaic.data.formats import is_stored, load_stored, parse_line
 
 STREAM_SUFFIXES = (".jsonl", ".parquet")
 NUM_READ_AHEAD = 1024
@@ -65,8 +65,12 @@ class NamedStream:
     def __init__(self, source: str, split: str) -> None:
         import datasets
 
+        path = Path(source)
         try:
-            self._dataset = datasets.load_dataset(source, split=split, streaming=True)
+            if is_stored(path):
+                self._dataset = load_stored(path, split).to_iterable_dataset()
+            else:
+                self._dataset = datasets.load_dataset(source, split=split, streaming=True)
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
             raise ValueError(
                 f"dataset {source!r} (split {split!r}) can't be streamed as a .jsonl or .parquet file, as a folder, or "

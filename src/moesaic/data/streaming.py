@@ -12,13 +12,15 @@ What a rank tokenizes depends on how rows are made:
   row of the batch without loss, as otherwise only the rank that tokenized it would know that everybody moves up.
 - otherwise (packing, or documents that may be split) a block's rows follow from all lengths: every rank tokenizes the
   block. Bad samples are left out.
+
+A source of which a rank meets only bad rows ends the run: it would train on nothing.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,22 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.data.batch import Batch, Sample
-from moesaic.data.encode import RowEncoder, Stage, build_row_encoder, columns_of
+from moesaic.data.dataset import describe_masking
+from moesaic.data.encode import RowEncoder, Stage, build_row_encoder, columns_of, unused_columns
 from moesaic.data.formats import SampleError
 from moesaic.data.loader import EMPTY_ROW, check_sizes, own_rows
 from moesaic.data.mixing import choose_next, shuffle_indices
 from moesaic.data.packing import Row, RowOptions, build_rows, collate
 from moesaic.data.row_stream import RowStream, open_stream
 
+NUM_REASONS = 3
+"""Bad rows that an error names."""
+
 NUM_PROBED = 100
 """Rows of a source that are looked at to tell its columns."""
+
+MIN_BAD_RUN = 100
+"""So many bad rows in a row, at least, end a run: with a small buffer a few may come together by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +64,26 @@ class StreamSource:
         rows: its rows.
         encoder: how they become samples.
         weight: its share of the rows over the sum of all weights.
+        split: which part of ``name`` it is.
+        unused_columns: columns of its first rows that the format doesn't read.
     """
 
     name: str
     rows: RowStream
     encoder: RowEncoder
     weight: float = 1.0
+    split: str = "train"
+    unused_columns: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What a run logs: as of a ``DataReport``, but for what takes reading the source to its end."""
+        lines = [
+            f"{self.name}: streamed, so nothing is counted; format {self.encoder.format_name}",
+            f"  {describe_masking(self.encoder.masking)}",
+        ]
+        if self.unused_columns:
+            lines.append(f"  columns of its first rows not used: {', '.join(self.unused_columns)}")
+        return "\n".join(lines)
 
 
 def build_stream_source(
@@ -76,14 +99,48 @@ def build_stream_source(
     """Open a source and tell its format from the columns of its first ``NUM_PROBED`` rows.
 
     Raises:
-        ValueError: it can't be read, is empty, or its format isn't known.
+        ValueError: it can't be read, is empty, its format isn't known, or all of its first ``NUM_PROBED`` rows are bad.
     """
     rows = open_stream(source, split=split)
     first = list(islice(rows.read_from(0), NUM_PROBED))
     if not first:
         raise ValueError(f"dataset {source!r} is empty")
-    encoder = build_row_encoder(stage, tokenizer, cutoff_len, columns=columns_of(first), format_name=format_name)
-    return StreamSource(name=source, rows=rows, encoder=encoder, weight=weight)
+    columns = columns_of(first)
+    encoder = build_row_encoder(stage, tokenizer, cutoff_len, columns=columns, format_name=format_name)
+    _refuse_all_bad(source, first, encoder)
+    unused = unused_columns(columns, encoder)
+    return StreamSource(name=source, rows=rows, encoder=encoder, weight=weight, split=split, unused_columns=unused)
+
+
+def _refuse_all_bad(source: str, first: Sequence[Any], encoder: RowEncoder) -> None:
+    run = _BadRun()
+    for index, row in enumerate(first):
+        try:
+            encoder.encode(row)
+        except SampleError as error:
+            run.add(index, str(error))
+        else:
+            return
+    raise run.error(source, f"all of its first {len(first)} rows")
+
+
+@dataclass(slots=True)
+class _BadRun:
+    """Rows of a source that were bad since the last good one: their indices, and what the first of them said."""
+
+    indices: set[int] = field(default_factory=set)
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, index: int, reason: str) -> None:
+        if index not in self.indices and len(self.reasons) < NUM_REASONS:
+            self.reasons.append(f"row {index}: {reason}")
+        self.indices.add(index)
+
+    def error(self, source: str, rows: str) -> ValueError:
+        return ValueError(
+            f"dataset {source!r}: {rows} are bad ({'; '.join(self.reasons)}), so nothing would be trained; correct the "
+            "rows, set `format` or `cutoff_len` to what fits them, or remove the dataset"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +188,8 @@ class StreamLoader:
         micro_batch_size, global_batch_size, dp_rank, dp_size, packing, seed and the others: see :class:`BatchLoader`.
 
     Raises:
-        ValueError: sizes that don't divide.
+        ValueError: sizes that don't divide; from a step: a whole pass over a source, or as many of its rows one after
+            another as this rank has in a block (and no fewer than ``MIN_BAD_RUN``), were bad.
     """
 
     def __init__(
@@ -164,6 +222,8 @@ class StreamLoader:
         self._seed = seed
         self._stage = stage
         self._on_bad_sample = on_bad_sample
+        self._bad_runs = [_BadRun() for _ in self._sources]
+        self._sizes: dict[int, int] = {}  # rows of a source, by its number, once it has been read to its end
         self._position = self._start()
 
     @property
@@ -223,8 +283,11 @@ class StreamLoader:
         return _Position(block=0, num_rows=0, taken=(0,) * count, places=(_Place(),) * count)
 
     def _identity(self) -> dict[str, int]:
-        """What fixes the order. Sources go by file name, format and weight: a moved folder is the same data."""
-        names = [f"{Path(source.name).name} {source.encoder.format_name} {source.weight}" for source in self._sources]
+        """What fixes the order. Sources go by file name, split, format and weight: a moved folder is the same."""
+        names = [
+            f"{Path(source.name).name} {source.split} {source.encoder.format_name} {source.weight}"
+            for source in self._sources
+        ]
         return {
             "seed": self._seed,
             "packing": int(self._options.packing),
@@ -275,9 +338,6 @@ class StreamLoader:
         if self._stage == "sft" and not self._options.packing:
             return _Block(position=began, raw=raw, samples=[], rows=[(index,) for index in range(len(raw))])
         samples = [sample for one in raw for sample in self._encode(one)]
-        if not samples:
-            names = ", ".join(source.name for source in self._sources)
-            raise ValueError(f"no good sample among {len(raw)} rows one after another of {names}: see the data report")
         rows = build_rows(samples, range(len(samples)), self._options)
         return _Block(position=began, raw=[], samples=samples, rows=rows)
 
@@ -290,6 +350,7 @@ class StreamLoader:
                 yield _Raw(number, index - 1, row), _Place(num_passes, index)
             if index == 0:
                 raise ValueError(f"dataset {self._sources[number].name!r} is empty")
+            self._sizes[number] = index
             num_passes, index = num_passes + 1, 0
 
     # --- rows to batches ---------------------------------------------------------------------------------------------
@@ -308,10 +369,19 @@ class StreamLoader:
         """Its samples; none, and a report, where it is bad."""
         source = self._sources[raw.source]
         try:
-            return list(source.encoder.encode(raw.row).samples)
+            samples = list(source.encoder.encode(raw.row).samples)
         except SampleError as error:
             self._on_bad_sample(StreamedBadSample(source.name, raw.index, str(error)))
+            self._count_bad(raw, str(error))
             return []
+        self._bad_runs[raw.source] = _BadRun()
+        return samples
+
+    def _count_bad(self, raw: _Raw, reason: str) -> None:
+        run, limit = self._bad_runs[raw.source], max(MIN_BAD_RUN, self._buffer_size // self._dp_size)
+        run.add(raw.index, reason)
+        if len(run.indices) >= min(limit, self._sizes.get(raw.source, limit)):
+            raise run.error(self._sources[raw.source].name, f"{len(run.indices)} rows one after another")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moesaic.parallel.experts import ExpertLoad, expert_parallel, find_expert_modules
@@ -31,6 +32,9 @@ from moesaic.parallel.experts import ExpertLoad, expert_parallel, find_expert_mo
 _TOPK = torch.ops.aten.topk.default
 _EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 _HOST_READ = torch.ops.moesaic.copy_to_host.default
+
+# Families whose routers take maxima of scores with noise.
+CHOOSE_WITHOUT_TOPK = frozenset({"phimoe"})
 
 Kept = defaultdict[Any, deque[Any]]
 
@@ -79,8 +83,14 @@ def apply_activation_checkpointing(model: nn.Module, blocks: Iterable[nn.Module]
             rank of an EP group must then recompute the same blocks in the same order (as backward does).
 
     Raises:
-        ValueError: a block has no checkpointing seam.
+        ValueError: a block has no checkpointing seam, or the family's router would choose anew.
     """
+    model_type = model.config.model_type if isinstance(model, PreTrainedModel) else None
+    if model_type in CHOOSE_WITHOUT_TOPK:
+        raise ValueError(
+            f"activation_checkpointing=true: the routers of model_type {model_type!r} choose without a top-k, so the "
+            "recomputation couldn't keep their choice. Set activation_checkpointing=false for this model."
+        )
     loads = [expert_parallel(module).load for module in find_expert_modules(model).values()]
     contexts = functools.partial(_contexts, loads, keeps_tokens)
     recompute = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)

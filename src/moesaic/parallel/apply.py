@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from moesaic.parallel.experts import ExpertPlan, expert_parallelize_modules, fin
 from moesaic.parallel.freeze import freeze_modules
 from moesaic.parallel.outer import MixedExperts, apply_fsdp2, apply_outer_fsdp, find_text_blocks, replicate_modules
 from moesaic.parallel.prefetch import set_prefetch_order
+from moesaic.parallel.units import list_units
 from moesaic.specs import ModelSpec, find_spec, refusal
 from moesaic.weights.load import load_weights
 
@@ -61,6 +63,22 @@ class ParallelOptions:
     hook_modules: tuple[str, ...] = ()
     fsdp_ignored_modules: tuple[str, ...] = ()
     frozen_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for an option that nothing would look at."""
+        path_b = {
+            "exchanged_tokens": self.exchanged_tokens != "keep",
+            "fsdp_implementation": self.fsdp_implementation != "native",
+            "hook_modules": self.hook_modules,
+            "fsdp_ignored_modules": self.fsdp_ignored_modules,
+        }
+        unread = [name for name, is_set in path_b.items() if is_set and not self.expert_parallel]
+        if unread:
+            raise ValueError(f"{', '.join(unread)}: for expert_parallel=True only; remove, or set that.")
+        if self.exchanged_tokens == "recompute" and not self.activation_checkpointing:
+            raise ValueError(
+                "exchanged_tokens='recompute' needs activation_checkpointing=True; remove it, or set that."
+            )
 
     def fsdp_plan(self, device_type: str) -> FSDPPlan:
         """The same policy for experts and dense parameters."""
@@ -226,5 +244,6 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _assert_owned(model: nn.Module) -> None:
     """Every parameter belongs to exactly one FSDP unit: none is left plain, none is managed twice."""
-    plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
-    assert not plain, f"parameters that no FSDP unit owns: {plain}"
+    num_owners = Counter(row.name for row in list_units(model))
+    wrong = {name: num_owners[name] for name, _ in model.named_parameters() if num_owners[name] != 1}
+    assert not wrong, f"parameters and the number of FSDP units that own them: {wrong}"

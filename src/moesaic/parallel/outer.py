@@ -65,6 +65,7 @@ def apply_outer_fsdp(
         ignored_params: parameters that another FSDP owns, e.g. the experts.
         experts: experts that belong to their block's unit; the plan must reduce gradients as sums.
     """
+    assert plan.gradient_reduction == "sum", "the units' factors below are those of a sum"
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": plan.mp_policy, "offload_policy": plan.offload_policy}
     common["ignored_params"] = ignored_params
     left = set[nn.Parameter]()
@@ -104,11 +105,13 @@ def replicate_modules(
         Their parameters, for the outer FSDP to ignore.
 
     Raises:
-        ValueError: a glob matches nothing, or one of two tied modules.
+        ValueError: a glob matches nothing, or one of two tied modules, or one inside another, or one that holds experts
+            or blocks.
     """
     if not patterns:
         return set()
     names = dict.fromkeys(name for p in patterns for name in match_names(p, dict(model.named_modules())))
+    _refuse_what_is_sharded(model, names, ignored_params or set())
     _refuse_half_of_a_tie(model, names)
     mesh = init_device_mesh(device_type, (dist.get_world_size(), 1), mesh_dim_names=("replica", "whole"))
     ignored, replicated = ignored_params or set(), set[nn.Parameter]()
@@ -124,6 +127,21 @@ def replicate_modules(
         set_gradient_sum(unit, mesh)
         replicated.update(set(module.parameters()) - ignored)
     return replicated
+
+
+def _refuse_what_is_sharded(model: nn.Module, names: Iterable[str], experts: set[nn.Parameter]) -> None:
+    """A unit hides what is below it from the units above: experts or blocks in it would be left to nobody."""
+    named = list(names)
+    inner = set(find_blocks(model)) | {module for module in model.modules() if experts & set(module.parameters(False))}
+    for name in named:
+        module = model.get_submodule(name)
+        if inner & set(module.modules()) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            rule = "it is or holds experts or blocks, which are always sharded"
+        elif any(name.startswith(f"{other}.") for other in named):
+            rule = "it is inside another module that is named"
+        else:
+            continue
+        raise ValueError(f"fsdp_ignored_modules: {name}: {rule}. Leave it out, or name the parts that are meant.")
 
 
 def _refuse_half_of_a_tie(model: nn.Module, names: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ from moesaic.data import (
     MixedDataset,
     StreamedBadSample,
     StreamLoader,
+    StreamSource,
     TokenizedDataset,
     build_dataset,
     build_stream_source,
@@ -43,6 +44,7 @@ class RunData:
         eval_loaders: held-out sets by name, none or more.
         train_reports, eval_reports: what became of every row; none for streams, which aren't read ahead.
         mixture: samples of each training set in an epoch; empty for a single set and for streams.
+        streams: the training sets, where they are streamed.
     """
 
     loader: BatchLoader | StreamLoader
@@ -50,10 +52,11 @@ class RunData:
     train_reports: tuple[DataReport, ...]
     eval_reports: tuple[DataReport, ...]
     mixture: tuple[int, ...] = ()
+    streams: tuple[StreamSource, ...] = ()
 
     def describe(self) -> list[str]:
         """The reports as text, and the mixture."""
-        lines = [str(report) for report in (*self.train_reports, *self.eval_reports)]
+        lines = [str(report) for report in (*self.train_reports, *self.streams, *self.eval_reports)]
         if self.mixture:
             pairs = zip(self.train_reports, self.mixture, strict=True)
             parts = [f"{count} of {report.source} (has {report.num_samples})" for report, count in pairs]
@@ -85,8 +88,16 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
         eval_loaders[name] = EvalLoader(dataset, **common)
         eval_reports.append(report)
     if any(config.streaming for config in recipe.train_dataset):
-        loader = _build_stream(recipe, tokenizer, stage, training, on_bad_sample=_bad_sample_writer(recipe, meshes))
-        return RunData(loader=loader, eval_loaders=eval_loaders, train_reports=(), eval_reports=tuple(eval_reports))
+        streams = _build_streams(recipe, tokenizer, stage)
+        buffer_size = max(config.buffer_size for config in recipe.train_dataset)
+        write = _bad_sample_writer(recipe, meshes)
+        return RunData(
+            loader=StreamLoader(streams, buffer_size=buffer_size, stage=stage, on_bad_sample=write, **training),
+            eval_loaders=eval_loaders,
+            train_reports=(),
+            eval_reports=tuple(eval_reports),
+            streams=streams,
+        )
     built = [_build_dataset(config, tokenizer, recipe.cutoff_len, stage) for config in recipe.train_dataset]
     mixed = MixedDataset([dataset for dataset, _ in built], _weights(recipe), recipe.seed)
     return RunData(
@@ -133,14 +144,8 @@ def _build_dataset(
     return build_dataset(config.path, tokenizer, cutoff_len, stage=stage, split=config.split, format_name=config.format)
 
 
-def _build_stream(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    stage: Stage,
-    options: Mapping[str, Any],
-    on_bad_sample: Callable[[StreamedBadSample], None],
-) -> StreamLoader:
-    sources = [
+def _build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stage: Stage) -> tuple[StreamSource, ...]:
+    return tuple(
         build_stream_source(
             config.path,
             tokenizer,
@@ -151,9 +156,7 @@ def _build_stream(
             weight=config.weight or 1.0,
         )
         for config in recipe.train_dataset
-    ]
-    buffer_size = max(config.buffer_size for config in recipe.train_dataset)
-    return StreamLoader(sources, buffer_size=buffer_size, stage=stage, on_bad_sample=on_bad_sample, **options)
+    )
 
 
 def _bad_sample_writer(recipe: Recipe, meshes: Meshes) -> Callable[[StreamedBadSample], None]:
@@ -161,13 +164,15 @@ def _bad_sample_writer(recipe: Recipe, meshes: Meshes) -> Callable[[StreamedBadS
 
     A file per rank: appends to one shared file could be torn on a network file system.
     """
-    peers = (meshes.data.get_local_rank("cp"), meshes.data.get_local_rank("tp"))
+    # Where rows of batches are made of several (``data/streaming.py``), the dp ranks all tokenize the same, too.
+    axes = ("dp", "cp", "tp") if recipe.packing or recipe.stage == "pt" else ("cp", "tp")
+    is_first = all(meshes.data.get_local_rank(axis) == 0 for axis in axes)
     path = Path(recipe.output_dir) / f"data_report_{dist.get_rank()}.jsonl"
     count = 0
 
     def write(bad: StreamedBadSample) -> None:
         nonlocal count
-        if peers != (0, 0):
+        if not is_first:
             return
         count += 1
         line = {"dataset": "train_dataset", "source": bad.source, "index": bad.index, "reason": bad.reason}

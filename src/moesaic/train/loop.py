@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from moesaic.train.setup import DTYPES, Run, build_run, build_unloaded_model, sp
 from moesaic.train.step import StepResult, train_step
 from moesaic.train.warm_up import warm_up_collectives
 from moesaic.weights import export_hf, find_weights, match_folder, remember_source
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
@@ -72,7 +75,8 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
     """Write a checkpoint's weights as Hugging Face safetensors, with the tokenizer. Every rank must call it.
 
     Of ``recipe.model`` the config and the tokenizer are read. Where its weights are still there, the export has their
-    names, and what the model has no use for; their values, which training began with, are not read.
+    names, and what the model has no use for (else a warning tells); their values, which training began with, are not
+    read.
 
     Args:
         recipe: the saved run's; its topology is not used: weights are cut anew over the ranks there are.
@@ -87,6 +91,13 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
         load_model(checkpoint, model)
         if find_weights(recipe.model):
             remember_source(model, match_folder(model, Path(recipe.model)))
+        elif dist.get_rank() == 0:
+            logger.warning(
+                "%s: the weights that training began with aren't there. The export is without the tensors that the "
+                "model has no use for (layers for multi-token prediction, a vision tower), if it had any. Put the "
+                "folder back and export again to have them.",
+                recipe.model,
+            )
         _export(model, recipe, folder)
     shutdown()
 
@@ -113,7 +124,8 @@ def _open_writer(run: Run) -> Iterator[MetricsWriter | None]:
 def _train_steps(run: Run, writer: MetricsWriter | None, dumper: Dumper | None) -> Best | None:
     """All optimizer steps; ``writer`` is rank 0's. Returns the best checkpoint, where the recipe asks for one."""
     recipe = run.recipe
-    best = load_best(run.output_dir) if recipe.load_best_model_at_end and run.first_step else None
+    sets = tuple(run.data.eval_loaders)
+    best = load_best(run.output_dir, sets) if recipe.load_best_model_at_end and run.first_step else None
     meter = Meter(run.model, run.meshes, build_model_flops(run.model, spec_of(run.model)), run.router)
     steps = iter(run.data.loader)
     for step in range(run.first_step + 1, run.num_steps + 1):
@@ -134,7 +146,7 @@ def _train_steps(run: Run, writer: MetricsWriter | None, dumper: Dumper | None) 
             if writer is not None:
                 writer.write_eval(step, held_out)
             is_best = recipe.load_best_model_at_end and (loss < best.loss if best else math.isfinite(loss))
-            best = Best(step=step, loss=loss) if is_best else best
+            best = Best(step=step, loss=loss, sets=sets) if is_best else best
             meter.restart()
         if is_best or _is_due(run, step, recipe.save_steps):
             _save(run, step, best)

@@ -32,6 +32,7 @@ from moesaic.meshes import Meshes
 from moesaic.model.buffers import random_state_kept
 from moesaic.model.routers import Routing, RoutingRecorder, find_biases, find_routers
 from moesaic.ops import host
+from moesaic.parallel.units import list_units
 
 AUX_LOSS, Z_LOSS, MAX_BIAS = "aux_loss", "z_loss", "max_bias"
 
@@ -77,6 +78,7 @@ class RouterTraining:
         self._device = torch.device(meshes.data.device_type)
         routers = find_routers(model) if options.has_losses else {}
         self._biases = find_biases(model) if options.bias_update_rate else {}
+        _require_fp32_in_forward(model, self._biases)
         self._recorder = RoutingRecorder(model, routers)
         self._with_logits = tuple(routers)
         self._counts = self._no_counts()
@@ -104,7 +106,8 @@ class RouterTraining:
         # What this pass draws (dropout, jitter), the pass with gradients draws again.
         with random_state_kept(self._device):
             for batch in micro_batches:
-                self._model(**batch.model_inputs())
+                # Routers are all that counts: of the logits, one position is enough.
+                self._model(**{**batch.model_inputs(), "logits_to_keep": 1})
                 self._add_counts(self._recorder.take(), batch.real_tokens.flatten())
         self._sum_counts()
 
@@ -205,6 +208,18 @@ class RouterTraining:
     def _keep(self, name: str, share: Tensor) -> Tensor:
         self._shares[name] = self._shares.get(name, torch.zeros_like(share)) + share.detach()
         return share
+
+
+def _require_fp32_in_forward(model: PreTrainedModel, biases: Mapping[str, Tensor]) -> None:
+    """Some families have the bias as a parameter, which FSDP gathers in the computing type like any other."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    mine = {names[id(bias)] for bias in biases.values() if id(bias) in names}
+    rounded = [row.name for row in list_units(model) if row.name in mine and row.dtypes[1] != torch.float32]
+    if rounded:
+        raise ValueError(
+            f"bias_update_rate: {rounded[0]} is a parameter, which is gathered in the computing type; in bf16 most of "
+            "its small steps would be rounded away. Set bf16: false, or remove bias_update_rate."
+        )
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from moesaic.ops import host
 from moesaic.train.grad_norm import clip_grad_norm_
 from moesaic.train.losses import count_loss_tokens, token_loss_sum
 from moesaic.train.router import RouterTraining
+from moesaic.train.wide_sums import WideSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def train_step(
 
     # Forward and backward; FSDP sums each micro-batch's gradients into the sharded ones, or into the whole ones.
     loss_share = torch.zeros((), device=num_tokens.device)
+    sums = WideSums(model.parameters() if gradient_accumulation == "sharded" and len(micro_batches) > 1 else ())
     for number, batch in enumerate(micro_batches, 1):
         if gradient_accumulation == "unsharded":
             cast(FSDPModule, model).set_requires_gradient_sync(number == len(micro_batches))
@@ -82,6 +84,8 @@ def train_step(
         loss = token_loss_sum(logits, batch.kept_labels) / divisor
         (loss if router is None else loss + router.penalty(batch)).backward()
         loss_share += loss.detach()
+        sums.add()
+    sums.give_back()
 
     if before_clip is not None:
         before_clip()

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from moesaic.verify.stores import Facts, Store, open_store
+from moesaic.verify.stores import CheckpointStore, Facts, Store, open_store
 
+# What a checkpoint's names of the optimizer's state begin with.
+MOMENTS = "optimizer."
 # Values compared at once: what bounds the memory beside the two tensors themselves.
 NUM_CHUNK_VALUES = 2**22
 
@@ -65,6 +67,8 @@ def diff(a: Path, b: Path) -> Report:
     """
     one, other = open_store(a), open_store(b)
     names_a, names_b = set(one.facts), set(other.facts)
+    if isinstance(one, CheckpointStore) != isinstance(other, CheckpointStore):  # only checkpoints have moments
+        names_a, names_b = ({name for name in names if not name.startswith(MOMENTS)} for names in (names_a, names_b))
     found = [_compare(name, one, other) for name in sorted(names_a & names_b)]
     return Report(
         differences=tuple(sorted(found, key=lambda found: (-found.rel, -found.max_abs, found.same_bits, found.name))),

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 # A checkpoint keeps weights under this key and the module's own names below it.
 MODEL_PREFIX = "model."
+# Each rank's random states: as many as the run had ranks, and different between them.
+RNG_PREFIX = "rng-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class SafetensorsStore:
 
 class CheckpointStore:
     """The tensors of a DCP checkpoint. Weights are under the module's own names, moments under ``optimizer.state.``;
-    what is no tensor (schedule, random states) is left out.
+    the random states, and what is no tensor (schedule), are left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +86,7 @@ class CheckpointStore:
         self._keys: dict[str, str] = {}
         self._facts: dict[str, Facts] = {}
         for key, saved in self._metadata.state_dict_metadata.items():
-            if isinstance(saved, TensorStorageMetadata):
+            if isinstance(saved, TensorStorageMetadata) and not key.startswith(RNG_PREFIX):
                 name = key.removeprefix(MODEL_PREFIX)
                 self._keys[name] = key
                 self._facts[name] = Facts(tuple(saved.size), _dtype_name(saved.properties.dtype))

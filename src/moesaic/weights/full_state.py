@@ -100,7 +100,7 @@ def _check(
 
 def _send(tensor: torch.Tensor, value: torch.Tensor, ranks: list[int], src: int) -> None:
     """Each rank's part of one parameter from ``src`` to it, and to itself."""
-    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
+    device = _exchange_device(tensor)
     for rank, blocks in _held(tensor, ranks):
         if not blocks:
             continue
@@ -116,9 +116,15 @@ def _send(tensor: torch.Tensor, value: torch.Tensor, ranks: list[int], src: int)
 def _receive(tensor: torch.Tensor, src: int) -> None:
     local = _local(tensor)
     if local.numel():
-        part = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        part = torch.empty(local.shape, dtype=local.dtype, device=_exchange_device(tensor))
         dist.recv(_as_bytes(part), src=src)
         local.copy_(part)
+
+
+def _exchange_device(tensor: torch.Tensor) -> torch.device | str:
+    """Where both sides hold what is sent: a message goes by the backend of its device, and offloaded shards lie on the
+    CPU of a mesh of accelerators."""
+    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device
 
 
 def _held(tensor: torch.Tensor, ranks: list[int]) -> Iterator[tuple[int, tuple[Block, ...]]]:

@@ -125,7 +125,10 @@ def _fill(name: str, value: Any, values: Mapping[str, Any]) -> Any:
             target = name.rpartition(".")[0] + target
         if target in values:
             return values[target]
-        return match[0] if match["default"] is None else yaml.safe_load(match["default"])
+        try:
+            return match[0] if match["default"] is None else yaml.safe_load(match["default"])
+        except yaml.YAMLError:
+            return match[0]
 
     whole = _REFERENCE.fullmatch(value)
     return look_up(whole) if whole else _REFERENCE.sub(lambda match: str(look_up(match)), value)

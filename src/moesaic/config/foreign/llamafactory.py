@@ -30,7 +30,8 @@ ADAPTERS = "adapters are not trained here, only whole models"
 OTHER_OPTIMIZER = "the optimizer is AdamW"
 IMAGES = "only text is trained on"
 GENERATION = "nothing is generated while training"
-NOT_YET = "not yet"
+FREEZE = "name the modules that aren't trained in frozen_modules"
+BOARDS = ("tensorboard", "wandb")
 
 # What a dataset's info may say and is read here. Not ``weight``: v1's multiplies a set's size, ours is a share.
 KNOWN_INFO = ("file_name", "dataset_dir", "hf_hub_url", "converter", "formatting", "split", "streaming")
@@ -42,7 +43,10 @@ def _datasets(target: str, value: Any, theirs: Theirs) -> Outcome:
     if value is None:
         return Needless("unset")
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
-    found = [_look_up(str(name), theirs) for name in names]
+    try:
+        found = [_look_up(str(name), theirs) for name in names]
+    except (OSError, ValueError) as error:
+        return NoEquivalent(f"{error}; set {target} by hand")
     sections = [section for known in found if known for section in known]
     if not all(found):
         missing = ", ".join(name for name, known in zip(names, found, strict=True) if not known)
@@ -59,24 +63,43 @@ def _look_up(name: str, theirs: Theirs) -> list[dict[str, Any]]:
     if path.suffix in (".yaml", ".yml"):  # v1: a file of datasets
         if not path.is_file():
             return []
-        infos = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return [_section(info, path.parent.parent) for info in infos.values()]
+        return [_section(info, path.parent.parent, theirs) for info in _read_infos(path).values()]
     if path.suffix or "/" in name:  # a file, or a name of the Hub
         return [{"path": name, "lost": []}]
     folder = Path(str(theirs.get("dataset_dir", "data")))
     info_file = folder / "dataset_info.json"
-    infos = json.loads(info_file.read_text(encoding="utf-8")) if info_file.is_file() else {}
-    return [_section(infos[name], folder)] if name in infos else []
+    infos = _read_infos(info_file) if info_file.is_file() else {}
+    return [_section(infos[name], folder, theirs)] if name in infos else []
 
 
-def _section(info: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _read_infos(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Names of datasets and what is said of each.
+
+    Raises:
+        ValueError: the file says something else.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        infos = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: can't be read: {' '.join(str(error).split())}") from error
+    if not isinstance(infos, dict) or not infos or not all(isinstance(info, dict) for info in infos.values()):
+        raise ValueError(f"{path}: must map names of datasets to their fields")
+    return infos
+
+
+def _section(info: Mapping[str, Any], folder: Path, theirs: Theirs) -> dict[str, Any]:
     file_name = info.get("file_name")
     section: dict[str, Any] = {"path": str(folder / file_name) if file_name else info.get("hf_hub_url", "")}
     kind = info.get("converter", info.get("formatting"))
     if kind in FORMATS:
         section["format"] = FORMATS[kind]
     section |= {ours: info[ours] for ours in ("split", "streaming") if ours in info}
-    return section | {"lost": [key for key, value in info.items() if key not in KNOWN_INFO and value is not None]}
+    known = {*KNOWN_INFO, *({"ms_hub_url"} if "hf_hub_url" in info else ())}  # the same set on a mirror
+    if theirs.get("stage") == "pt" and info.get("columns") == {"prompt": "text"}:
+        section["format"] = "text"
+        known.add("columns")
+    return section | {"lost": [key for key, value in info.items() if key not in known and value is not None]}
 
 
 def _train_datasets(value: Any, theirs: Theirs) -> Outcome:
@@ -96,7 +119,9 @@ def _accumulation(value: Any, theirs: Theirs) -> Outcome:
     if theirs.world_size is None:
         return NoEquivalent("global_batch_size counts all ranks: say how many with --world N")
     micro = theirs.get("per_device_train_batch_size", 8)
-    return Value({"global_batch_size": micro * value * theirs.world_size}, "micro-batch * accumulation * ranks")
+    return Value(
+        {"global_batch_size": int(micro) * int(value) * theirs.world_size}, "micro-batch * accumulation * ranks"
+    )
 
 
 def _packing(value: Any, theirs: Theirs) -> Outcome:
@@ -126,9 +151,24 @@ def _pure_bf16(value: Any, _: Theirs) -> Outcome:
 def _deepspeed(value: Any, _: Theirs) -> Outcome:
     if value is None:
         return Needless("unset")
-    return Value(
-        {"dist_config.name": "fsdp2"}, "no DeepSpeed: FSDP2 shards parameters, gradients and optimizer, as ZeRO-3"
-    )
+    fields = {"dist_config.name": "fsdp2"} | ({"offload": True} if "offload" in str(value) else {})
+    return Value(fields, "no DeepSpeed: FSDP2 shards parameters, gradients and optimizer, as ZeRO-3")
+
+
+def _config_file(value: Any, _: Theirs) -> Outcome:
+    return Value({"offload": True}, "as its name says") if "offload" in str(value) else Needless("DeepSpeed's")
+
+
+def _finetuning_type(value: Any, _: Theirs) -> Outcome:
+    if value in ("full", None):
+        return Needless("as here")
+    return NoEquivalent(FREEZE if value == "freeze" else ADAPTERS)
+
+
+def _min_lr_rate(value: Any, theirs: Theirs) -> Outcome:
+    if theirs.get("lr_scheduler_type") != "cosine_with_min_lr":
+        return NoEquivalent("counts for cosine_with_min_lr only")
+    return Value({"lr_scheduler_config.min_lr_ratio": float(value)})
 
 
 def _batching(value: Any, _: Theirs) -> Outcome:
@@ -146,13 +186,15 @@ def _v1_kernels(value: Any, _: Theirs) -> Outcome:
 
 
 def _boards(value: Any, _: Theirs) -> Outcome:
-    names = [value] if isinstance(value, str) else list(value or [])
-    lost = sorted(set(names) - {"none", "all", "tensorboard", "wandb"})
+    if value is None:
+        return Needless("unset")
+    names = [value] if isinstance(value, str) else list(value)
+    lost = sorted(set(names) - {"none", "all", *BOARDS})
     if lost:
         return NoEquivalent(f"{', '.join(lost)}: metrics.jsonl, TensorBoard and wandb are written")
-    if "wandb" in names:
-        return Value({"report_to": ["tensorboard", "wandb"]})
-    return Needless("metrics.jsonl and TensorBoard files are always written")
+    if "all" in names:
+        return Needless("TensorBoard, as here; name wandb to have it")
+    return Value({"report_to": [name for name in BOARDS if name in names]})
 
 
 ATTENTIONS = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -176,6 +218,8 @@ BOTH: Mapping[str, Rule] = {
     "seed": same("seed"),
     "full_determinism": same("full_determinism"),
     "logging_steps": same("logging_steps"),
+    "eval_steps": same("eval_steps"),
+    "report_to": computed(_boards, "report_to"),
     "save_steps": same("save_steps"),
     "save_total_limit": same("save_total_limit"),
     "resume_from_checkpoint": same("resume_from_checkpoint"),
@@ -194,7 +238,7 @@ V0: Mapping[str, Rule] = {
     "model_name_or_path": same("model", note="a local folder: download it first"),
     "stage": one_of("stage", {"sft": "sft", "pt": "pt", "dpo": "dpo", "rm": "rm"}, "trained for sft and pt only"),
     "do_train": only(True, reason="moesaic trains, and evaluates only while training"),
-    "finetuning_type": only("full", reason=ADAPTERS),
+    "finetuning_type": computed(_finetuning_type),
     "dataset": computed(_train_datasets, "train_dataset"),
     "dataset_dir": needless("part of the datasets' paths"),
     "streaming": computed(lambda value, _: Needless("part of train_dataset" if value else "as here")),
@@ -220,10 +264,12 @@ V0: Mapping[str, Rule] = {
     "gradient_accumulation_steps": computed(_accumulation, "global_batch_size"),
     "lr_scheduler_type": one_of(
         "lr_scheduler_config.name",
-        {name: name for name in ("constant", "linear", "cosine")} | {"constant_with_warmup": "constant"},
+        {name: name for name in ("constant", "linear", "cosine")}
+        | {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
         "constant, linear or cosine",
     ),
     "lr_scheduler_kwargs": only({}, reason="only min_lr_ratio, by hand"),
+    "lr_scheduler_kwargs.min_lr_rate": computed(_min_lr_rate, "lr_scheduler_config.min_lr_ratio"),
     "warmup_ratio": same("lr_scheduler_config.warmup_ratio", lambda value: float(value) or None),
     "warmup_steps": same("lr_scheduler_config.warmup_steps"),
     "weight_decay": same("optim_config.weight_decay", float),
@@ -245,20 +291,19 @@ V0: Mapping[str, Rule] = {
             NoEquivalent("held-out losses come every eval_steps") if value == "epoch" else Needless("as here")
         )
     ),
-    "eval_steps": same("eval_steps"),
+    "load_best_model_at_end": same("load_best_model_at_end"),
     "save_strategy": only("steps", reason="checkpoints come every save_steps, and after the last step"),
     "save_only_model": only(False, reason="checkpoints can always be resumed from"),
     "ddp_timeout": same("dist_timeout"),
-    "deepspeed": computed(_deepspeed, "dist_config.name"),
-    "fsdp": computed(_deepspeed, "dist_config.name"),
-    "report_to": computed(_boards, "report_to"),
+    "deepspeed": computed(_deepspeed, "dist_config.name", "offload"),
+    "fsdp": computed(_deepspeed, "dist_config.name", "offload"),
     "run_name": needless("a run goes by its output_dir"),
     "plot_loss": needless("curves are in TensorBoard"),
     "overwrite_output_dir": only(False, reason="a folder with a run in it is never overwritten"),
     "enable_liger_kernel": only(False, reason="other kernels: kernel_config"),
     "use_v1_kernels": only(False, reason="other kernels: kernel_config"),
     "use_unsloth*": only(False, reason="other kernels: kernel_config"),
-    "moe_aux_loss_coef": only(0, 0.0, reason=NOT_YET),
+    "moe_aux_loss_coef": same("router_config.aux_loss_coef", float),
     "rope_scaling": only(reason="set it in the model's config.json"),
     "resize_vocab": only(False, reason="the model's vocabulary stays"),
     "add_tokens": only(reason="the model's vocabulary stays"),
@@ -285,7 +330,7 @@ V0: Mapping[str, Rule] = {
     "freeze_trainable_*": needless("counts for finetuning_type: freeze only"),
     "freeze_vision_tower": needless(IMAGES),
     "freeze_multi_modal_projector": needless(IMAGES),
-    "freeze_language_model": only(False, reason="the whole model is trained"),
+    "freeze_language_model": only(False, reason=FREEZE),
     "image_*": needless(IMAGES),
     "video_*": needless(IMAGES),
     "media_dir": only(reason=IMAGES),
@@ -328,7 +373,7 @@ V1: Mapping[str, Rule] = {
     "dist_config.ep_modules": needless("the model's family says which modules hold experts"),
     "dist_config.ep_fsdp_modules": needless("the model's family says which modules hold experts"),
     "dist_config.dcp_path": only(reason="weights are read from safetensors"),
-    "dist_config.config_file": needless("DeepSpeed's"),
+    "dist_config.config_file": computed(_config_file, "offload"),
     "dist_config.reshard_after_forward": same("reshard_after_forward"),
     "dist_config.offload_params": same("offload"),
     "dist_config.mixed_precision": one_of("bf16", {"bf16": True, "fp32": False}, "bf16 or fp32"),
@@ -344,6 +389,7 @@ V1: Mapping[str, Rule] = {
     ),
     "lr_scheduler_config.warmup_steps": same("lr_scheduler_config.warmup_steps"),
     "lr_scheduler_config.warmup_ratio": same("lr_scheduler_config.warmup_ratio", float),
+    "lr_scheduler_config.min_lr_ratio": same("lr_scheduler_config.min_lr_ratio", float),
     "save_epochs": only(reason="checkpoints come every save_steps"),
     "save_ckpt_as_hf": only(False, reason="the last model is exported; `moesaic export` does it for a checkpoint"),
     "peft_config": only(reason=ADAPTERS),

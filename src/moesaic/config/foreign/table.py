@@ -167,6 +167,13 @@ def apply_tool(tool: Tool, theirs: Theirs) -> list[Line]:
     lines = []
     for name, value in whole.values.items():
         rule = tool.rule(name)
-        outcome = Unknown() if rule is None else rule.apply(value, whole)
+        outcome = Unknown() if rule is None else _apply(rule, value, whole)
         lines.append(Line(field=name, value=value, is_default=name in absent, outcome=outcome))
     return lines
+
+
+def _apply(rule: Rule, value: Any, theirs: Theirs) -> Outcome:
+    try:
+        return rule.apply(value, theirs)
+    except (TypeError, ValueError, ArithmeticError):  # of whatever type: "auto" or ??? for a number, a list for a name
+        return NoEquivalent("value isn't understood")

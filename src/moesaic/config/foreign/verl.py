@@ -26,6 +26,8 @@ from moesaic.config.foreign.table import (
 RL = "reinforcement learning: not yet"
 ADAPTERS = "adapters are not trained here, only whole models"
 SAME_STEPS = "how a step is cut into micro-batches; the step's samples and loss are the same"
+REMOTE_CODE = "models are transformers' own; code from a repository is never run"
+COMPUTES_IN_BF16 = {"bf16": True, "bfloat16": True, "fp32": False, "float32": False}
 SCHEDULES = {"constant": "constant", "cosine": "cosine", "linear": "linear"}
 
 
@@ -69,14 +71,37 @@ def _above_zero(target: str) -> Rule:
     return computed(apply, target)
 
 
+def _shard_size(value: Any, theirs: Theirs) -> Outcome:
+    """Fewer than the ranks: each group of so many holds a replica."""
+    if value is None or value <= 0:
+        return Needless("unset")
+    per_node = theirs.get("trainer.n_gpus_per_node")
+    ranks = theirs.world_size if per_node is None else int(per_node) * int(theirs.get("trainer.nnodes", 1))
+    if ranks is None:
+        return NoEquivalent("how many replicas depends on the ranks: say how many with --world N")
+    if value >= ranks:
+        return Needless("all ranks shard one replica")
+    if ranks % value:
+        return NoEquivalent(f"{ranks} ranks aren't a multiple of it")
+    return Value({"mp_shard_size": value, "mp_replicate_size": ranks // value}, "ranks / fsdp_size replicas")
+
+
+def _engine_seed(prefix: str) -> Rule:
+    def apply(value: Any, theirs: Theirs) -> Outcome:
+        counts = value is not None and theirs.get(f"{prefix}.full_determinism")
+        return Value({"seed": int(value)}) if counts else Needless("counts with full_determinism only")
+
+    return computed(apply, "seed")
+
+
 def _logger(value: Any, _: Theirs) -> Outcome:
     names = [value] if isinstance(value, str) else list(value or [])
     lost = sorted(set(names) - {"console", "tensorboard", "wandb"})
     if lost:
         return NoEquivalent(f"{', '.join(lost)}: console, metrics.jsonl, TensorBoard and wandb are written")
-    if "wandb" in names:
-        return Value({"report_to": ["tensorboard", "wandb"]})
-    return Needless("console, metrics.jsonl and TensorBoard are always written")
+    if value is None:
+        return Needless("unset")
+    return Value({"report_to": [name for name in ("tensorboard", "wandb") if name in names]})
 
 
 def _resume(value: Any, theirs: Theirs) -> Outcome:
@@ -156,7 +181,14 @@ def _engine(prefix: str) -> dict[str, Rule]:
             {"fp32": "fp32", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"},
             "parameters are stored in fp32 or bf16",
         ),
-        f"{prefix}.fsdp_size": _above_zero("mp_shard_size"),
+        f"{prefix}.dtype": one_of("bf16", COMPUTES_IN_BF16, "bf16 or fp32"),
+        f"{prefix}.mixed_precision": only({}, reason="its fields are known, no other form"),
+        f"{prefix}.mixed_precision.param_dtype": one_of("bf16", COMPUTES_IN_BF16, "bf16 or fp32"),
+        f"{prefix}.mixed_precision.reduce_dtype": only("fp32", "float32", reason="gradients are summed in fp32"),
+        f"{prefix}.mixed_precision.buffer_dtype": only("fp32", "float32", reason="buffers keep the model's dtype"),
+        f"{prefix}.full_determinism": same("full_determinism"),
+        f"{prefix}.seed": _engine_seed(prefix),
+        f"{prefix}.fsdp_size": computed(_shard_size, "mp_shard_size", "mp_replicate_size"),
         f"{prefix}.reshard_after_forward": computed(_reshard, "reshard_after_forward"),
         f"{prefix}.param_offload": computed(_offload, "offload"),
         f"{prefix}.optimizer_offload": computed(_offload, "offload"),
@@ -183,7 +215,7 @@ def _model(prefix: str) -> dict[str, Rule]:
         f"{prefix}.enable_gradient_checkpointing": same("activation_checkpointing"),
         f"{prefix}.enable_activation_offload": only(False, reason="activations stay, or are computed again"),
         f"{prefix}.use_remove_padding": needless("padding has no loss; packing: true leaves it out"),
-        f"{prefix}.trust_remote_code": needless("models are transformers' own; code from a repository is never run"),
+        f"{prefix}.trust_remote_code": only(False, reason=REMOTE_CODE),
         f"{prefix}.external_lib": only(reason="models are transformers' own"),
         f"{prefix}.override_config": only({}, reason="set it in the model's config.json"),
         f"{prefix}.override_config.*": never("set it in the model's config.json"),
@@ -216,7 +248,7 @@ COMMON: Mapping[str, Rule] = {
     "data.shuffle": only(True, reason="samples are always shuffled"),
     "data.custom_cls.*": only(reason="formats are those of docs/data.md"),
     "data.tokenizer": only(reason="the model's folder has its tokenizer"),
-    "data.trust_remote_code": needless("code from a repository is never run"),
+    "data.trust_remote_code": only(False, reason=REMOTE_CODE),
     "data.use_shm": needless("files are read where they are"),
     "data.dataloader_num_workers": needless("data is read by the ranks themselves"),
     "data.image_key": needless("only text is trained on"),
