@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet
 CODE := src tests $(wildcard bench quickstart)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format quickstart upcycle-check matrix bench clean
+.PHONY: help venv test test-slow lint format quickstart upcycle-check matrix bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -28,6 +28,9 @@ venv: $(VENV)/.installed  ## set up .venv (once; again where pyproject.toml chan
 
 test: venv  ## all tests; prints each folder's time beside its budget
 	$(BIN)/python -m pytest
+
+test-slow: venv  ## the parity cells that `make test` leaves out
+	$(BIN)/python -m pytest -m slow
 
 lint: venv  ## formatting, ruff, types, spelling
 	$(BIN)/ruff format --check $(CODE)

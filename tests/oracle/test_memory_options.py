@@ -147,7 +147,25 @@ CELLS: dict[str, tuple[Case, Cell]] = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
+# Run by `make test-slow`: what each shows alone, another cell shows together with something else.
+SLOW = {
+    "offload-ep2",
+    "offload-path-a",
+    "unsharded-1",
+    "unsharded-4-ep4",
+    "unsharded-2-path-a",
+    "resent-uneven",
+    "custom-ep4",
+    "custom-hsdp-of-dense-alone",
+    "custom-edp",
+    "custom-7-experts",
+    "custom-no-reshard",
+    "hooks-ep4-checkpointed",
+    "hooks-hsdp-shared-expert-unsharded",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CELLS])
 def test_parity_with_one_process(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
     case, cell = CELLS[name]
     for errors in run_ranks(run_cell, cell.world_size, cell, load_reference(case, reference_root)):
