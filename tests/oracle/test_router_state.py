@@ -137,3 +137,23 @@ def test_experts_without_tokens_decay_like_all_others(run_ranks: RunRanks, refer
     for errors in run_ranks(decay_alone, 2, load_reference(case, reference_root)):
         for layer in errors.values():
             assert 0 < sum(error < 1e-6 for error in layer) < case.num_experts, layer
+
+
+def bias_refusal(rank: int, compute_dtype: torch.dtype, reference: Reference) -> str:
+    meshes = build_meshes("cpu", ep_size=2)
+    model = from_pretrained(reference.folder, meshes, options=ParallelOptions(compute_dtype=compute_dtype))
+    try:
+        build_router_training(model, RouterOptions(bias_update_rate=RATE), meshes)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_bias_that_would_be_gathered_in_bf16_is_refused(run_ranks: RunRanks, reference_root: Path) -> None:
+    """laguna's is a parameter; deepseek_v3's is a buffer, which stays as it is."""
+    laguna = load_reference(Case(family="laguna", is_listed=True), reference_root)
+    deepseek = load_reference(DEEPSEEK, reference_root)
+    for said in run_ranks(bias_refusal, 2, torch.bfloat16, laguna):
+        assert "gathered in the computing type" in said and "e_score_correction_bias" in said
+    assert run_ranks(bias_refusal, 2, torch.float32, laguna) == ["taken"] * 2
+    assert run_ranks(bias_refusal, 2, torch.bfloat16, deepseek) == ["taken"] * 2

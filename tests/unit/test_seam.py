@@ -11,6 +11,8 @@ from torch import nn
 
 from moesaic.model.build import build_on_meta
 from moesaic.model.seam import find_experts, is_at_seam, num_experts, stacked_params, up_name
+from moesaic.parallel.activation_checkpointing import apply_activation_checkpointing
+from moesaic.parallel.outer import find_blocks
 from moesaic.specs import ModelSpec, find_spec, refusal
 from moesaic.train.flops import build_model_flops
 from tests.families.configs import MODEL_TYPES, NUM_EXPERTS, tiny_config
@@ -80,3 +82,10 @@ def test_the_page_of_families_has_them_all_within_their_bounds() -> None:
             assert (lm_class, special) == ("-", f"refused: {reason}")
         else:
             assert float(error) <= float(bound.split()[0]), family
+
+
+def test_a_family_that_chooses_without_a_topk_is_not_checkpointed() -> None:
+    """Nothing would keep its choice, and the recomputation might make another."""
+    model = build_on_meta(tiny_config("phimoe"), attn_implementation=None, dtype=torch.float32)
+    with pytest.raises(ValueError, match="phimoe.*choose without a top-k"):
+        apply_activation_checkpointing(model, find_blocks(model))

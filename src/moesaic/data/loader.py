@@ -130,16 +130,7 @@ class BatchLoader:
         Raises:
             ValueError: the state belongs to other data or another order (seed, samples, packing, cutoff_len).
         """
-        changed = [
-            f"{field} is {value} now and was {state.get(field)}"
-            for field, value in self._identity().items()
-            if state.get(field) != value
-        ]
-        if changed:
-            raise ValueError(
-                f"data position can't be resumed, the order of samples differs: {'; '.join(changed)}; "
-                "use the saved run's data settings, or start from the saved weights without its data position"
-            )
+        require_same_order(self._identity(), state)
         self._epoch, self._index = state["epoch"], state["index"]
 
     def _identity(self) -> dict[str, int]:
@@ -152,6 +143,24 @@ class BatchLoader:
             "num_rows": len(self._rows),
             "samples_crc": self._samples_crc,
         }
+
+
+def require_same_order(identity: Mapping[str, int], state: Mapping[str, int]) -> None:
+    """Refuse a saved position of samples in another order; ``identity`` is what fixes the order now.
+
+    Raises:
+        ValueError: with everything that differs.
+    """
+    changed = [
+        f"{field} is {value} now and was {state.get(field)}"
+        for field, value in identity.items()
+        if state.get(field) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"data position can't be resumed, the order of samples differs: {'; '.join(changed)}; "
+            "use the saved run's data settings, or start from the saved weights without its data position"
+        )
 
 
 class EvalLoader:

@@ -31,7 +31,7 @@ from moesaic.data.batch import Batch, Sample
 from moesaic.data.dataset import describe_masking
 from moesaic.data.encode import RowEncoder, Stage, build_row_encoder, columns_of, unused_columns
 from moesaic.data.formats import SampleError
-from moesaic.data.loader import EMPTY_ROW, check_sizes, own_rows
+from moesaic.data.loader import EMPTY_ROW, check_sizes, own_rows, require_same_order
 from moesaic.data.mixing import choose_next, shuffle_indices
 from moesaic.data.packing import Row, RowOptions, build_rows, collate
 from moesaic.data.row_stream import RowStream, open_stream
@@ -260,16 +260,7 @@ class StreamLoader:
         Raises:
             ValueError: the state belongs to other sources or another order.
         """
-        changed = [
-            f"{field} is {value} now and was {state.get(field)}"
-            for field, value in self._identity().items()
-            if state.get(field) != value
-        ]
-        if changed:
-            raise ValueError(
-                f"data position can't be resumed, the order of samples differs: {'; '.join(changed)}; "
-                "use the saved run's data settings, or start from the saved weights without its data position"
-            )
+        require_same_order(self._identity(), state)
         numbers = range(len(self._sources))
         self._position = _Position(
             block=state["block"],
