@@ -39,7 +39,8 @@ class FSDPPlan:
 
 
 def set_gradient_sum(unit: FSDPModule, mesh: DeviceMesh, divide_factor: float = 1.0) -> None:
-    """Reduce this unit's gradients over its ``mesh`` as a sum, divided once by ``divide_factor``.
+    """Reduce this unit's gradients over its ``mesh`` as a sum, divided once by ``divide_factor``. Units on CPU ranks
+    also gather and reduce point to point from here on (``gloo_exchange.py``).
 
     The factor alone would use the backend's PREMUL_SUM, which gloo lacks and NCCL zeroes in bf16 up to torch 2.13
     (pytorch/pytorch#190747); forcing a sum avoids it. Not with a single shard: there FSDP scatters nothing and divides

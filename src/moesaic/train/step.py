@@ -76,6 +76,7 @@ def train_step(
 
     # Forward and backward; FSDP sums each micro-batch's gradients into the sharded ones, or into the whole ones.
     loss_share = torch.zeros((), device=num_tokens.device)
+    # Whole gradients FSDP itself holds in the reducing type, fp32; sharded ones in the parameters'.
     sums = WideSums(model.parameters() if gradient_accumulation == "sharded" and len(micro_batches) > 1 else ())
     for number, batch in enumerate(micro_batches, 1):
         if gradient_accumulation == "unsharded":
