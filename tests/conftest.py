@@ -72,3 +72,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
     """``run_ranks(fn, world_size, *args, timeout_s=120) -> [result of rank 0, ...]``, see ``tests/pool.py``."""
     return request.config.stash[POOL].run
+
+
+@pytest.fixture(scope="session")
+def reference_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ``load_reference`` keeps references: made once a session, by whichever test needs one first."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return tmp_path_factory.mktemp("references")

@@ -88,9 +88,9 @@ def load_and_go_on(rank: int, reference: Reference, folder: str, sizes: dict[str
     return loaded, whole_state(state), state.scheduler.get_last_lr()
 
 
-def test_other_topologies_go_on_where_the_first_stopped(run_ranks, tmp_path: Path) -> None:
+def test_other_topologies_go_on_where_the_first_stopped(run_ranks, reference_root: Path, tmp_path: Path) -> None:
     """4 steps on ep 2 and efsdp 2, with a checkpoint after 2; from it, the last 2 elsewhere."""
-    reference = load_reference(CASE, tmp_path)
+    reference = load_reference(CASE, reference_root)
     saved, expected, lr = run_ranks(save_and_go_on, 4, reference, str(tmp_path))[0]
     assert len(saved) > 30
     assert not any(torch.equal(saved[key], value) for key, value in expected.items() if "gate_up_proj" in key)

@@ -136,9 +136,9 @@ def count_step(rank: int, cell: Cell, reference: Reference) -> Counts:
     return Counts(dict(counter.calls), counter.num_sends, ranks, counter.num_int_reads, read_float.call_count)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_reference(Case(), tmp_path_factory.mktemp("reference"))
+@pytest.fixture
+def reference(reference_root: Path) -> Reference:
+    return load_reference(Case(), reference_root)
 
 
 @pytest.mark.parametrize("ep_size", [2, 4])

@@ -90,6 +90,6 @@ def gradients_twice(rank: int, checkpointing: bool, reference: Reference) -> lis
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_runs_give_the_same_bits(run_ranks: RunRanks, tmp_path: Path, checkpointing: bool) -> None:
-    for different in run_ranks(gradients_twice, 4, checkpointing, load_reference(Case(), tmp_path)):
+def test_two_runs_give_the_same_bits(run_ranks: RunRanks, reference_root: Path, checkpointing: bool) -> None:
+    for different in run_ranks(gradients_twice, 4, checkpointing, load_reference(Case(), reference_root)):
         assert not different, different

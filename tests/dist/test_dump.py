@@ -65,9 +65,9 @@ def dump_on_rank(rank: int, reference: Reference, folder: str, sizes: dict[str, 
     save_checkpoint(Path(folder), state, step=1)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_reference(Case(), tmp_path_factory.mktemp("reference"))
+@pytest.fixture
+def reference(reference_root: Path) -> Reference:
+    return load_reference(Case(), reference_root)
 
 
 def test_two_topologies_dump_the_same(run_ranks, reference: Reference, tmp_path: Path) -> None:

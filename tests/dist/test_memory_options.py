@@ -80,8 +80,10 @@ def stop_and_resume(rank: int, name: str, folder: str, reference: Reference) -> 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_resuming_and_exporting(name: str, run_ranks: RunRanks, tmp_path: Path) -> None:
-    reference = load_reference(Case(), tmp_path / "reference")
+def test_resuming_and_exporting(
+    name: str, run_ranks: RunRanks, reference_root: Path, tmp_path: Path
+) -> None:
+    reference = load_reference(Case(), reference_root)
     assert run_ranks(stop_and_resume, 4, name, str(tmp_path / "run"), reference) == [[]] * 4
 
 
@@ -132,9 +134,9 @@ def dtypes_in_a_step(rank: int, storage: torch.dtype, reference: Reference) -> d
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
-def test_types_of_a_step_in_bf16(run_ranks: RunRanks, tmp_path: Path, storage: torch.dtype) -> None:
+def test_types_of_a_step_in_bf16(run_ranks: RunRanks, reference_root: Path, storage: torch.dtype) -> None:
     fp32, bf16 = {torch.float32}, {torch.bfloat16}
-    for found in run_ranks(dtypes_in_a_step, 4, storage, load_reference(Case(), tmp_path)):
+    for found in run_ranks(dtypes_in_a_step, 4, storage, load_reference(Case(), reference_root)):
         assert found == {
             "stored": {storage},
             "optimizer": {storage},
@@ -156,9 +158,9 @@ def frequencies(rank: int, storage: torch.dtype, offload: bool, reference: Refer
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
 def test_rotary_frequencies_are_never_rounded(
-    run_ranks: RunRanks, tmp_path: Path, storage: torch.dtype, offload: bool
+    run_ranks: RunRanks, reference_root: Path, storage: torch.dtype, offload: bool
 ) -> None:
-    reference = load_reference(Case(), tmp_path)
+    reference = load_reference(Case(), reference_root)
     plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(reference.folder), dtype=torch.float32)
     expected = plain.model.rotary_emb.inv_freq
     assert not torch.equal(expected.bfloat16().float(), expected), "these could be rounded without anyone noticing"

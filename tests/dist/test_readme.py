@@ -28,9 +28,9 @@ def run_example(rank: int, code: str, folder: str, out: str) -> None:
     exec(compile(code.replace('"trained"', repr(out)), "README.md", "exec"), names)
 
 
-def test_the_library_example(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_the_library_example(run_ranks: RunRanks, reference_root: Path, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    reference = load_reference(Case(), tmp_path)
+    reference = load_reference(Case(), reference_root)
     run_ranks(run_example, 4, code, str(reference.folder), str(tmp_path / "trained"))
     before, after = (AutoModelForCausalLM.from_pretrained(f) for f in (reference.folder, tmp_path / "trained"))
     assert any((a != b).any() for a, b in zip(before.parameters(), after.parameters(), strict=True))

@@ -51,8 +51,8 @@ def groups_warmed_and_used(rank: int, reference: Reference) -> tuple[set[str], s
     return warmed.names, used.names, change
 
 
-def test_a_step_uses_no_group_that_was_not_warmed_up(run_ranks: RunRanks, tmp_path: Path) -> None:
-    for warmed, used, change in run_ranks(groups_warmed_and_used, 4, load_reference(Case(), tmp_path)):
+def test_a_step_uses_no_group_that_was_not_warmed_up(run_ranks: RunRanks, reference_root: Path) -> None:
+    for warmed, used, change in run_ranks(groups_warmed_and_used, 4, load_reference(Case(), reference_root)):
         assert len(used) >= 4, used  # ep; edp or mp_replicate; mp_shard; all ranks
         assert used <= warmed, (used, warmed)
         assert change == 0.0

@@ -216,26 +216,35 @@ def _slow_decays(model: PreTrainedModel) -> None:
 def _run(model: PreTrainedModel, documents: list[Sample]) -> dict[str, Any] | None:
     """Two steps with each optimizer from the same weights; None where a route came too close."""
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    result: dict[str, Any] = {"weights": {}}
+    loss = _backward_apart(model, documents)
+    if loss is None:
+        return None
+    grads = {key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None}
+    flat = torch.cat([grad.flatten().double() for grad in grads.values()])
+    norms = {p: float(torch.linalg.vector_norm(flat, p)) for p in (1.0, 2.0, 3.0, float("inf"))}
+    weights = {}
     for name, build_optimizer in OPTIMIZERS.items():
         with torch.no_grad():
             for key, param in model.named_parameters():
                 param.copy_(start[key])
+                param.grad = grads[key].clone() if key in grads else None
         optimizer = build_optimizer(model.parameters())
-        for step in range(NUM_STEPS):
-            with _RouteGap() as gap:
-                loss = backward_in_one_process(model, documents)
-            if gap.smallest < MIN_ROUTE_GAP:
-                return None
-            if step == 0:
-                grads = {key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None}
-                flat = torch.cat([grad.flatten().double() for grad in grads.values()])
-                norms = {p: float(torch.linalg.vector_norm(flat, p)) for p in (1.0, 2.0, 3.0, float("inf"))}
-                result |= {"loss": loss, "grads": grads, "norms": norms}
-            optimizer.step()
+        optimizer.step()
+        for _ in range(NUM_STEPS - 1):
             optimizer.zero_grad()
-        result["weights"][name] = {key: param.detach().clone() for key, param in model.named_parameters()}
-    return result
+            if _backward_apart(model, documents) is None:
+                return None
+            optimizer.step()
+        optimizer.zero_grad()
+        weights[name] = {key: param.detach().clone() for key, param in model.named_parameters()}
+    return {"loss": loss, "grads": grads, "norms": norms, "weights": weights}
+
+
+def _backward_apart(model: PreTrainedModel, documents: list[Sample]) -> float | None:
+    """As ``backward_in_one_process``; None where a route came too close."""
+    with _RouteGap() as gap:
+        loss = backward_in_one_process(model, documents)
+    return None if gap.smallest < MIN_ROUTE_GAP else loss
 
 
 def backward_in_one_process(model: PreTrainedModel, documents: list[Sample]) -> float:

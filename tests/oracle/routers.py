@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from moesaic.data.batch import IGNORE_INDEX, Sample
@@ -20,7 +21,7 @@ from moesaic.parallel.apply import from_pretrained
 from moesaic.train.router import RouterOptions, build_router_training
 from moesaic.train.step import train_step
 from tests.families.configs import FIRST_TOKEN
-from tests.oracle.cells import Cell, build_batch, full, share_documents, worst
+from tests.oracle.cells import Cell, ShardOptimizer, build_batch, grads_of, share_documents, worst
 from tests.oracle.reference import MIN_ROUTE_GAP, NUM_STEPS, OPTIMIZERS, Reference, _RouteGap
 
 Numbers = dict[str, Any]
@@ -146,14 +147,13 @@ def run_router_cell(rank: int, cell: Cell, reference: Reference, case: RouterCas
     for name, build_optimizer in OPTIMIZERS.items():
         model = from_pretrained(reference.folder, meshes, options=cell.options, attn_implementation="sdpa")
         router = build_router_training(model, case.options, meshes)
-        optimizer = build_optimizer(param for param in model.parameters() if param.requires_grad)
-        grads: dict[str, Tensor] = {}
+        optimizer = cast(Optimizer, ShardOptimizer(build_optimizer, model.parameters()))
 
-        def keep(model: PreTrainedModel = model, grads: dict[str, Tensor] = grads) -> None:
-            grads.update({key: full(param.grad) for key, param in model.named_parameters() if param.grad is not None})
+        def judge(model: PreTrainedModel = model) -> None:
+            errors["grads"] = worst(grads_of(model), expected["grads"])
 
         for step in range(NUM_STEPS):
-            hook = keep if step == 0 else None
+            hook = judge if step == 0 else None
             result = train_step(model, batches, optimizer, None, meshes, None, before_clip=hook, router=router)
             assert result.is_finite
             if step == 0:
@@ -163,6 +163,5 @@ def run_router_cell(rank: int, cell: Cell, reference: Reference, case: RouterCas
                     dist.all_reduce(total)
                     errors[key] = (abs(total.item() - expected[key]) / expected[key], key)
                 errors["norms"] = (abs(result.grad_norm - expected["norm"]) / expected["norm"], "norm")
-                errors["grads"] = worst(grads, expected["grads"])
         errors[name] = worst(model.state_dict(), expected[name])
     return errors

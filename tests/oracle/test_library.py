@@ -19,7 +19,7 @@ from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.specs import find_spec
 from moesaic.train.losses import token_loss_sum
 from tests.oracle.cells import TOLERANCES, Cell, build_batch, full, rel_error, share_documents, worst
-from tests.oracle.reference import Case, Reference, load_reference
+from tests.oracle.reference import Case, Reference, build_config, load_reference
 from tests.pool import RunRanks
 
 
@@ -113,8 +113,8 @@ def test_state_dict_keeps_its_keys_and_holds_dtensors(run_ranks: RunRanks, refer
         assert "already parallelized" in refusal
 
 
-def refused(rank: int, ep_size: int, reference: Reference) -> str:
-    model = load_whole(reference)
+def refused(rank: int, ep_size: int, num_experts: int) -> str:
+    model = AutoModelForCausalLM.from_config(build_config(Case(num_experts=num_experts)))
     mesh = init_device_mesh("cpu", (ep_size,), mesh_dim_names=("ep",))
     try:
         expert_parallelize_modules(model, mesh, ExpertPlan.from_spec(find_spec("qwen3_moe")))
@@ -123,8 +123,8 @@ def refused(rank: int, ep_size: int, reference: Reference) -> str:
     return "not refused"
 
 
-def test_a_rank_without_experts_is_refused(run_ranks: RunRanks, reference_root: Path) -> None:
-    (message, *_) = run_ranks(refused, 4, 4, load_reference(Case(num_experts=9), reference_root))
+def test_a_rank_without_experts_is_refused(run_ranks: RunRanks) -> None:
+    (message, *_) = run_ranks(refused, 4, 4, 9)
     assert "9 experts" in message and "nearest legal: 3 or 5" in message, message
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import ParallelOptions
-from tests.oracle.cells import TOLERANCES, Cell, assert_within_tolerance, run_cell, worst
-from tests.oracle.reference import Case, backward_in_one_process, load_reference
+from moesaic.train.step import train_step
+from tests.oracle.cells import (
+    TOLERANCES,
+    Cell,
+    ShardOptimizer,
+    assert_within_tolerance,
+    build_batch,
+    load_parallel,
+    run_cell,
+    share_documents,
+    worst,
+)
+from tests.oracle.reference import NUM_STEPS, OPTIMIZERS, Case, Reference, backward_in_one_process, load_reference
 from tests.pool import RunRanks
 
 PATH_A = ParallelOptions(expert_parallel=False)
@@ -124,6 +137,26 @@ def test_parity_with_one_process(name: str, run_ranks: RunRanks, reference_root:
     case, cell = CELLS[name]
     for errors in run_ranks(run_cell, cell.world_size, cell, load_reference(case, reference_root)):
         assert_within_tolerance(errors)
+
+
+def optimize_both_ways(rank: int, cell: Cell, reference: Reference, optimizer: str) -> list[str]:
+    """Parameters that an optimizer of the DTensors and one of their shards move to different values."""
+    meshes = build_meshes("cpu", **cell.sizes)
+    (batch,) = (build_batch(docs, cell.layout) for docs in share_documents(reference.documents, cell, rank))
+    moved = []
+    for build in (OPTIMIZERS[optimizer], partial(ShardOptimizer, OPTIMIZERS[optimizer])):
+        model = load_parallel(reference, meshes, cell)
+        steps = build(model.parameters())
+        for _ in range(NUM_STEPS):
+            train_step(model, [batch], steps, None, meshes, max_grad_norm=1.0)
+        moved.append({name: param.detach().to_local() for name, param in model.named_parameters()})
+    return [name for name, shard in moved[0].items() if not torch.equal(shard, moved[1][name])]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_of_shards_is_one_of_dtensors(optimizer: str, run_ranks: RunRanks, reference_root: Path) -> None:
+    case, cell = CELLS["hsdp2-ep2"]
+    assert run_ranks(optimize_both_ways, 4, cell, load_reference(case, reference_root), optimizer) == [[]] * 4
 
 
 def test_experts_and_ranks_without_tokens_occur(run_ranks: RunRanks, reference_root: Path) -> None:

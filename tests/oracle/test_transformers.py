@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import from_pretrained
 from moesaic.train.losses import token_loss_sum
-from tests.oracle.cells import TOLERANCES, Cell, build_batch, full, share_documents, worst
+from tests.oracle.cells import TOLERANCES, Cell, build_batch, full, grads_of, share_documents, worst
 from tests.oracle.reference import Reference, load_reference
 from tests.oracle.test_parity import CELLS
 from tests.pool import RunRanks
@@ -38,7 +38,7 @@ def gradients(model: Any, batches: list[Any], scale: float) -> dict[str, torch.T
     dist.all_reduce(num_tokens)
     for batch in batches:
         (token_loss_sum(model(**batch.model_inputs()).logits, batch.kept_labels) / num_tokens * scale).backward()
-    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+    return grads_of(model)
 
 
 def compare(rank: int, cell: Cell, reference: Reference) -> tuple[float, str]:
@@ -52,7 +52,7 @@ def compare(rank: int, cell: Cell, reference: Reference) -> tuple[float, str]:
         reference.folder, distributed_config=config, dtype=torch.float32, attn_implementation="sdpa"
     ).train()
     # Its gradients are means over the data-parallel ranks, ours are sums.
-    expected = gradients(theirs, batches, scale=cell.world_size)
+    expected = {name: full(grad) for name, grad in gradients(theirs, batches, scale=cell.world_size).items()}
     ours = from_pretrained(reference.folder, build_meshes("cpu", **cell.sizes), options=cell.options)
     actual = gradients(ours, batches, scale=1.0)
     return worst(actual, expected)
