@@ -138,7 +138,7 @@ def count_step(rank: int, cell: Cell, reference: Reference) -> Counts:
 
 @pytest.fixture
 def reference(reference_root: Path) -> Reference:
-    return load_reference(Case(), reference_root)
+    return load_reference(Case(num_documents=16), reference_root)
 
 
 @pytest.mark.parametrize("ep_size", [2, 4])

@@ -58,7 +58,7 @@ class Case:
     is_listed: bool = False
     num_experts: int = 8
     tied: bool = False
-    num_documents: int = 16
+    num_documents: int = 8
     vocabulary: int = 96
 
     @property

@@ -57,30 +57,47 @@ def _shift(document: Sample, shift: int) -> Sample:
 
 def _compute(reference: Reference, documents: list[Sample], case: RouterCase) -> Numbers | None:
     """None where a route came too close."""
-    config_class = find_auto_class(_config(reference))
-    results: Numbers = {}
+    auto_class = find_auto_class(_config(reference))
+    model = auto_class.from_pretrained(reference.folder, dtype=torch.float32, experts_implementation="eager")
+    assert isinstance(model, PreTrainedModel)
+    model.train()
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, module in model.named_modules():
+        if any(_matches(pattern, key) for pattern in case.frozen):
+            module.requires_grad_(False)
+    first = _backward_apart(model, documents, case.options)
+    if first is None:
+        return None
+    losses, first_counts = first
+    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    norm = torch.linalg.vector_norm(torch.cat([grad.flatten().double() for grad in grads.values()])).item()
+    results: Numbers = losses | {"grads": grads, "norm": norm}
     for name, build_optimizer in OPTIMIZERS.items():
-        model = config_class.from_pretrained(reference.folder, dtype=torch.float32, experts_implementation="eager")
-        assert isinstance(model, PreTrainedModel)
-        model.train()
-        for key, module in model.named_modules():
-            if any(_matches(pattern, key) for pattern in case.frozen):
-                module.requires_grad_(False)
+        model.load_state_dict(start)
+        for key, param in model.named_parameters():
+            param.grad = grads[key].clone() if key in grads else None
+        counts = first_counts
         optimizer = build_optimizer(param for param in model.parameters() if param.requires_grad)
         for step in range(NUM_STEPS):
-            with _RouteGap() as gap:
-                losses, counts = _backward(model, documents, case.options)
-            if gap.smallest < MIN_ROUTE_GAP:
-                return None
-            if step == 0:
-                grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-                norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads.values()])).item()
-                results |= losses | {"grads": grads, "norm": norm}
+            if step > 0:
+                later = _backward_apart(model, documents, case.options)
+                if later is None:
+                    return None
+                counts = later[1]
             optimizer.step()
             optimizer.zero_grad()
             _move_biases(model, counts, case.options.bias_update_rate)
         results[name] = {key: value.detach().clone() for key, value in model.state_dict().items()}
     return results
+
+
+def _backward_apart(
+    model: PreTrainedModel, documents: list[Sample], options: RouterOptions
+) -> tuple[Numbers, Numbers] | None:
+    """Losses, and tokens per expert of each router; None where a route came too close."""
+    with _RouteGap() as gap:
+        found = _backward(model, documents, options)
+    return None if gap.smallest < MIN_ROUTE_GAP else found
 
 
 def _config(reference: Reference) -> Any:

@@ -93,7 +93,7 @@ def gradients(model: PreTrainedModel, batch: Batch, reference: Reference) -> dic
 
 @pytest.fixture(scope="module")
 def reference(reference_root: Path) -> Reference:
-    return load_reference(Case(), reference_root)
+    return load_reference(Case(num_documents=16), reference_root)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from tests.oracle.cells import Cell, assert_within_tolerance, build_batch, full,
 from tests.oracle.reference import Case, Reference, load_reference
 from tests.pool import RunRanks
 
-QWEN3, QWEN2, SEVEN = Case(), Case(family="qwen2_moe"), Case(num_experts=7)
+QWEN3, LONG = Case(), Case(num_documents=16)
+QWEN2, SEVEN = Case(family="qwen2_moe"), Case(num_experts=7)
 EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
 HSDP = {"ep_size": 2, "mp_replicate_size": 2}
 IGNORED = ("model.layers.*.self_attn", "model.embed_tokens")
@@ -51,8 +52,8 @@ CELLS: dict[str, tuple[Case, Cell]] = {
     ),
     # Whole gradients, reduced once a step.
     "unsharded-1": (QWEN3, Cell(world_size=4, sizes=EP2, accumulation="unsharded")),
-    "unsharded-4": (QWEN3, Cell(world_size=4, sizes=EP2, num_micro_batches=4, accumulation="unsharded")),
-    "unsharded-4-ep4": (QWEN3, Cell(world_size=4, sizes=EP4, num_micro_batches=4, accumulation="unsharded")),
+    "unsharded-4": (LONG, Cell(world_size=4, sizes=EP2, num_micro_batches=4, accumulation="unsharded")),
+    "unsharded-4-ep4": (LONG, Cell(world_size=4, sizes=EP4, num_micro_batches=4, accumulation="unsharded")),
     "unsharded-2-hsdp": (QWEN3, Cell(world_size=4, sizes=HSDP, num_micro_batches=2, accumulation="unsharded")),
     "unsharded-2-path-a": (
         QWEN3,
@@ -77,7 +78,7 @@ CELLS: dict[str, tuple[Case, Cell]] = {
     # Tokens sent again in backward.
     "resent-ep2": (QWEN3, Cell(world_size=4, sizes=EP2, options=options(**RESENT))),
     "resent-ep4-packed-accumulation": (
-        QWEN3,
+        LONG,
         Cell(
             world_size=4,
             sizes=EP4,
@@ -87,7 +88,7 @@ CELLS: dict[str, tuple[Case, Cell]] = {
             accumulation="unsharded",
         ),
     ),
-    "resent-uneven": (QWEN3, Cell(world_size=4, sizes=EP4, options=options(**RESENT), shares=(1, 9, 2, 4))),
+    "resent-uneven": (LONG, Cell(world_size=4, sizes=EP4, options=options(**RESENT), shares=(1, 9, 2, 4))),
     "resent-empty": (Case(vocabulary=2), Cell(world_size=4, sizes=EP4, options=options(**RESENT))),
     # One unit a block, with a mesh for its experts.
     "custom-ep2-efsdp2": (QWEN3, Cell(world_size=4, sizes=EP2, options=options(fsdp_implementation="custom"))),
@@ -219,7 +220,7 @@ def kept_floats(rank: int, exchanged_tokens: str, reference: Reference) -> int:
 
 
 def test_tokens_that_are_sent_again_are_not_kept(run_ranks: RunRanks, reference_root: Path) -> None:
-    reference = load_reference(QWEN3, reference_root)
+    reference = load_reference(LONG, reference_root)
     num_layers, top_k, hidden = 2, 2, 64
     kept = run_ranks(kept_floats, 4, "keep", reference)
     resent = run_ranks(kept_floats, 4, "recompute", reference)

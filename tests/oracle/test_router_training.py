@@ -20,7 +20,7 @@ from tests.oracle.routers import Numbers, RouterCase, compute_in_one_process, he
 from tests.pool import RunRanks
 
 LOSSES = RouterOptions(aux_loss_coef=0.1, z_loss_coef=0.01)
-QWEN3, DEEPSEEK = Case(), Case(family="deepseek_v3", is_listed=True)
+QWEN3, LONG, DEEPSEEK = Case(), Case(num_documents=16), Case(family="deepseek_v3", is_listed=True)
 LAGUNA, ERNIE = Case(family="laguna", is_listed=True), Case(family="ernie4_5_moe", is_listed=True)
 ALL = RouterCase(options=replace(LOSSES, bias_update_rate=0.01))
 PATH_A = ParallelOptions(expert_parallel=False)
@@ -47,12 +47,12 @@ CELLS: dict[str, tuple[Case, RouterCase, Cell]] = {
         QWEN3, RouterCase(options=LOSSES), Cell(world_size=2, options=PATH_A, num_micro_batches=2)
     ),
     "losses-checkpointed-packed-accumulation-2": (
-        QWEN3,
+        LONG,
         RouterCase(options=LOSSES),
         Cell(world_size=4, sizes=EP4, options=CHECKPOINTED, layout="packed", num_micro_batches=2),
     ),
     "losses-uneven-tokens-accumulation-2": (
-        QWEN3, RouterCase(options=LOSSES), Cell(world_size=2, sizes=EP2, shares=(3, 13), num_micro_batches=2)
+        QWEN3, RouterCase(options=LOSSES), Cell(world_size=2, sizes=EP2, shares=(2, 6), num_micro_batches=2)
     ),
     "z-loss-alone-accumulation-2": (
         QWEN3, RouterCase(options=RouterOptions(z_loss_coef=0.1)), Cell(world_size=2, sizes=EP2, num_micro_batches=2)
