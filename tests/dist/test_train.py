@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from moesaic.cli import app
 from moesaic.config import MoesaicConfig, Recipe, load_saved_recipe, save_recipe
 from moesaic.train import loop
 from moesaic.train.loop import NonFiniteError, export_checkpoint, train
@@ -185,7 +187,12 @@ def run_program(folder: Path, *args: object) -> str:
     return done.stdout
 
 
-def test_the_command_starts_ranks_runs_under_torchrun_and_exports(source: Path, tmp_path: Path) -> None:
+def export_by_command(rank: int, folder: Path, args: list[str]) -> None:
+    with contextlib.chdir(folder):
+        app(args, standalone_mode=False)
+
+
+def test_the_command_starts_ranks_runs_under_torchrun_and_exports(run_ranks, source: Path, tmp_path: Path) -> None:
     few = {"max_steps": 1, "save_steps": None, "eval_dataset": None, "eval_steps": None}
     recipe, run = tmp_path / "recipe.yaml", tmp_path / "run"
     save_recipe(recipe_of(source, run, model="model", **few), recipe)
@@ -197,7 +204,7 @@ def test_the_command_starts_ranks_runs_under_torchrun_and_exports(source: Path, 
     assert equal_weights(run / "export", first / "export")
     assert json.loads((run / "environment.json").read_text())["world_size"] == 2
     # In another working directory: the run knows where its model was.
-    run_program(tmp_path, "moesaic.cli", "export", "first/step-000001", "again")
+    run_ranks(export_by_command, 1, tmp_path, ["export", "first/step-000001", "again"])
     assert equal_weights(tmp_path / "again", first / "export")
     assert not equal_weights(source / "model", first / "export")
 
