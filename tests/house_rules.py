@@ -60,6 +60,8 @@ ALLOWED_MODULE_STATE = {
 # they, or transformers' seams, have put on a module of transformers.
 ALLOWED_NAMED_GETATTR = {
     "model/seam.py",
+    "parallel/context.py",
+    "parallel/tensor.py",
     "parallel/experts.py",
     "kernels/bind.py",
     "weights/conversions.py",

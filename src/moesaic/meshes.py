@@ -33,8 +33,15 @@ EXPERT_AXES = ("edp", "efsdp", "ep")
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The three views. ``sizes`` are those they were built from; ``tokens`` is ``(dp, cp)`` of the data view flattened:
-    the ranks that hold different tokens, over which losses and token counts are summed.
+    """The three views, and parts of them.
+
+    Attributes:
+        sizes: those that the views were built from.
+        tokens: ``(dp, cp)`` of the data view flattened: the ranks whose losses are of different tokens, over which they
+            and token counts are summed.
+        sequence: ``(cp, tp)`` of the data view flattened: the ranks that share the tokens of a sequence.
+        unsplit: ``(mp_replicate, mp_shard * tp)``: dense parameters that tp doesn't split. Its ranks compute with them
+            on different tokens, so FSDP shards them over tp too, and sums their gradients there.
     """
 
     sizes: ParallelSizes
@@ -42,11 +49,20 @@ class Meshes:
     dense: DeviceMesh
     expert: DeviceMesh
     tokens: DeviceMesh
+    sequence: DeviceMesh
+    unsplit: DeviceMesh
 
     @property
     def dense_fsdp(self) -> DeviceMesh:
-        """Mesh for ``fully_shard`` of dense parameters: ``(mp_replicate, mp_shard)``, or 1-D with one replica."""
+        """Mesh for ``fully_shard`` of what tp splits: ``(mp_replicate, mp_shard)``, or 1-D with one replica."""
         return self.dense["mp_shard"] if self.sizes.mp_replicate_size == 1 else self.dense["mp_replicate", "mp_shard"]
+
+    @property
+    def unsplit_fsdp(self) -> DeviceMesh:
+        """Mesh for ``fully_shard`` of dense parameters that tp doesn't split; without tp, of all of them."""
+        if self.sizes.tp_size == 1:
+            return self.dense_fsdp
+        return self.unsplit["mp_shard"] if self.sizes.mp_replicate_size == 1 else self.unsplit
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
@@ -97,16 +113,22 @@ def build_meshes(
     dense_shape = (sizes.mp_replicate_size, sizes.mp_shard_size, sizes.tp_size)
     expert_shape = (sizes.edp_size, sizes.efsdp_size, sizes.ep_size)
     data = init_device_mesh(kind, (sizes.dp_size, sizes.cp_size, sizes.tp_size), mesh_dim_names=DATA_AXES)
+    dense = init_device_mesh(kind, dense_shape, mesh_dim_names=DENSE_AXES)
+    unsplit_shape = (sizes.mp_replicate_size, sizes.mp_shard_size * sizes.tp_size)
     meshes = Meshes(
         sizes=sizes,
         data=data,
-        dense=init_device_mesh(kind, dense_shape, mesh_dim_names=DENSE_AXES),
+        dense=dense,
         expert=init_device_mesh(kind, expert_shape, mesh_dim_names=EXPERT_AXES),
         tokens=data["dp", "cp"]._flatten("tokens"),
+        sequence=data["cp", "tp"]._flatten("sequence"),
+        unsplit=dense["mp_replicate", "mp_shard"]
+        if sizes.tp_size == 1
+        else init_device_mesh(kind, unsplit_shape, mesh_dim_names=DENSE_AXES[:2]),
     )
     assert dist.group.WORLD is not None
     timeout = group_timeouts(dist.group.WORLD)[kind]
-    for mesh in (meshes.data, meshes.dense, meshes.expert, meshes.tokens):
+    for mesh in (meshes.data, meshes.dense, meshes.expert, meshes.tokens, meshes.sequence, meshes.unsplit):
         for group in mesh.get_all_groups():
             if set(group_timeouts(group).values()) != {timeout}:
                 group.set_timeout(timeout)

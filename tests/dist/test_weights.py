@@ -287,3 +287,21 @@ def coordinates(rank: int) -> bool:
 
 def test_blocks_of_a_strided_shard_on_real_ranks(run_ranks: Any) -> None:
     assert run_ranks(coordinates, 4) == [True] * 4
+
+
+def export_what_lies_on_some_ranks(rank: int, source: str, folder: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "one"))
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for name, axis in (("model.embed_tokens", "all"), ("lm_head", "one")):
+        module = model.get_submodule(name)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh[axis], [Shard(0)]))
+    with pytest.raises(ValueError) as error:
+        export_hf(model, folder)
+    return str(error.value)
+
+
+def test_what_lies_on_some_ranks_is_not_exported(run_ranks, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", "qwen3_moe")
+    for message in run_ranks(export_what_lies_on_some_ranks, 2, str(tmp_path / "source"), str(tmp_path / "out")):
+        assert message.startswith("lm_head.weight lies on 1 of the model's 2 ranks"), message
+    assert not list(tmp_path.glob("out*"))

@@ -36,7 +36,7 @@ class Cell:
         sizes: keyword arguments of ``build_meshes``.
         layout: ``padded`` (a document a row), ``packed`` (all of a micro-batch in one row).
         num_micro_batches, accumulation: how a step is cut, and when its gradients are reduced.
-        shares: documents per rank, in turn; None shares them evenly. 0 gives a rank nothing but padding.
+        shares: documents per dp rank, in turn; None shares them evenly. 0 gives a rank nothing but padding.
         optimizers: those whose weights after two steps are compared.
     """
 
@@ -115,10 +115,12 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def share_documents(documents: list[Sample], cell: Cell, rank: int) -> list[list[Sample]]:
-    """This rank's documents, one list per micro-batch."""
-    shares = cell.shares or (len(documents) // cell.world_size,) * cell.world_size
-    assert sum(shares) == len(documents) and len(shares) == cell.world_size, shares
-    mine = documents[sum(shares[:rank]) : sum(shares[: rank + 1])]
+    """This rank's documents, one list per micro-batch; cp and tp peers have the same."""
+    num_peers = cell.sizes.get("cp_size", 1) * cell.sizes.get("tp_size", 1)
+    num_dp, dp_rank = cell.world_size // num_peers, rank // num_peers
+    shares = cell.shares or (len(documents) // num_dp,) * num_dp
+    assert sum(shares) == len(documents) and len(shares) == num_dp, shares
+    mine = documents[sum(shares[:dp_rank]) : sum(shares[: dp_rank + 1])]
     return [mine[i :: cell.num_micro_batches] for i in range(cell.num_micro_batches)]
 
 
@@ -192,7 +194,7 @@ def measure_gradients(
     recorder = Recorder(model.parameters(), lr=0.0)
     result = train_step(model, batches, recorder, None, meshes, max_grad_norm=None, gradient_accumulation=accumulation)
     loss = result.loss_share.clone()
-    dist.all_reduce(loss)
+    dist.all_reduce(loss, group=meshes.tokens.get_group())
     assert abs(result.grad_norm - reference.norms[2.0]) <= TOLERANCES["norms"] * reference.norms[2.0]
     return errors | {
         "loss": (abs(loss.item() - reference.loss) / reference.loss, "loss"),

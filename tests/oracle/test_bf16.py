@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from moesaic.data.batch import Batch
+from moesaic.data.shard import shard_batch
 from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
+from moesaic.parallel.tensor import vocabulary_shard
 from moesaic.train.grad_norm import clip_grad_norm_
 from moesaic.train.losses import token_loss_sum
 from tests.oracle.cells import Cell, build_batch, full, largest, share_documents
@@ -43,6 +45,10 @@ CELLS: dict[str, Cell] = {
     "hsdp2-ep2-edp2-stored-in-bf16": Cell(world_size=4, sizes={"ep_size": 2, "mp_replicate_size": 2}, options=STORAGE),
     "custom-stored-in-bf16": Cell(
         world_size=4, sizes={"ep_size": 2}, options=replace(STORAGE, fsdp_implementation="custom")
+    ),
+    "fsdp-ep2-tp2": Cell(world_size=4, sizes={"ep_size": 2, "tp_size": 2}, options=COMPUTE),
+    "ep4-cp2-tp2-stored-in-bf16": Cell(
+        world_size=4, sizes={"ep_size": 4, "cp_size": 2, "tp_size": 2}, options=STORAGE, layout="packed"
     ),
 }
 
@@ -78,7 +84,7 @@ def run_cell(rank: int, cell: Cell, reference: Reference) -> Errors:
     model = from_pretrained(reference.folder, meshes, options=cell.options, attn_implementation="sdpa")
     assert {param.dtype for param in model.parameters()} == {cell.options.storage_dtype}
     (documents,) = share_documents(reference.documents, cell, rank)
-    grads = gradients(model, build_batch(documents, cell.layout), reference)
+    grads = gradients(model, shard_batch(build_batch(documents, cell.layout), meshes), reference)
     return compare(grads, clip_grad_norm_(model.parameters(), None).item(), reference)
 
 
@@ -87,7 +93,7 @@ def gradients(model: PreTrainedModel, batch: Batch, reference: Reference) -> dic
     num_tokens = sum(document.num_loss_tokens for document in reference.documents)
     logits = model(**batch.model_inputs()).logits
     assert logits.dtype == torch.bfloat16
-    (token_loss_sum(logits, batch.labels) / num_tokens).backward()
+    (token_loss_sum(logits, batch.kept_labels, vocabulary_shard(model)) / num_tokens).backward()
     return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 

@@ -38,8 +38,6 @@ def moesaic(**fields: object) -> dict[str, object]:
     [
         ({"stage": "dpo"}, "stage"),
         ({"stage": "rl"}, "stage"),
-        ({"tp_size": 2}, "tp_size"),
-        ({"cp_size": 2}, "cp_size"),
         (moesaic(ep_dispatcher="fused"), "dist_config.ep_dispatcher"),
         (moesaic(ep_dispatcher="auto"), "dist_config.ep_dispatcher"),
     ],

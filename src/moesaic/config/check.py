@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moesaic.config.data_check import dataset_problems, mixing_problems
+from moesaic.config.data_check import dataset_problems, mixing_problems, token_batch_problems
 from moesaic.config.model_check import model_problems, packing_problems
 from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
 from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import Fsdp2Config, FsdpTurboConfig, Recipe
 from moesaic.config.run_folder import run_folder_problems
+from moesaic.config.sequence_check import sequence_problems
 
 KERNEL_NAMES = ("auto", "flash-linear-attention")
 KERNELS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
@@ -36,8 +37,6 @@ STAGES = ("sft", "pt")
 # Known fields of which only one value works so far.
 ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
     {
-        "cp_size": 1,
-        "tp_size": 1,
         "dist_config.ep_dispatcher": "eager",
     }
 )
@@ -106,8 +105,9 @@ def resolve_sizes(recipe: Recipe, world_size: int | None = None) -> ParallelSize
 def num_micro_batches(recipe: Recipe, sizes: ParallelSizes) -> int:
     """Micro-batches of one data-parallel rank in one optimizer step: global / (micro * dp); 1 if global is unset.
 
-    Example: global 64, micro 2, dp 8 make 4.
+    Not for ``micro_batch_tokens``, with which every step has its own number. Example: global 64, micro 2, dp 8 make 4.
     """
+    assert recipe.micro_batch_tokens is None, recipe.micro_batch_tokens
     if recipe.global_batch_size is None:
         return 1
     count, rest = divmod(recipe.global_batch_size, recipe.micro_batch_size * sizes.dp_size)
@@ -317,7 +317,7 @@ def _expert_problems(case: _Case) -> Iterable[Problem]:
 def _batch_problems(case: _Case) -> Iterable[Problem]:
     recipe, world = case.recipe, case.world_size
     ranks = recipe.cp_size * recipe.tp_size
-    if world is None or world % ranks or recipe.global_batch_size is None:
+    if world is None or world % ranks or recipe.global_batch_size is None or recipe.micro_batch_tokens is not None:
         return
     step = recipe.micro_batch_size * (world // ranks)
     below = recipe.global_batch_size // step * step
@@ -332,10 +332,20 @@ def _batch_problems(case: _Case) -> Iterable[Problem]:
 CHECKS: tuple[_Check, ...] = (
     *(_only_so_far(field) for field in ONLY_SO_FAR),
     _Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
-    _Check(needs=("model", "packing"), find=lambda case: packing_problems(case.recipe)),
+    _Check(
+        needs=("model", "cp_size", "tp_size", "attn_implementation"), find=lambda case: sequence_problems(case.recipe)
+    ),
+    _Check(needs=("model", "packing", "micro_batch_tokens"), find=lambda case: packing_problems(case.recipe)),
     _Check(needs=("stage",), find=_stage_problems),
     _Check(needs=("train_dataset", "eval_dataset", "stage"), find=lambda case: dataset_problems(case.recipe)),
     _Check(needs=("train_dataset", "max_steps"), find=lambda case: mixing_problems(case.recipe)),
+    _Check(
+        needs=(
+            *("micro_batch_tokens", "micro_batch_size", "packing", "global_batch_size"),
+            *("cutoff_len", "cp_size", "tp_size", "train_dataset"),
+        ),
+        find=lambda case: token_batch_problems(case.recipe),
+    ),
     _Check(needs=("kernel_config.name", "kernel_config.include_kernels"), find=_kernel_problems),
     _Check(needs=("bf16", "master_dtype", "dist_config.name"), find=_dtype_problems),
     _Check(needs=("exchanged_tokens", "activation_checkpointing", "dist_config.name"), find=_exchange_problems),
@@ -364,5 +374,8 @@ CHECKS: tuple[_Check, ...] = (
     _Check(needs=("mp_shard_size", "mp_replicate_size", "tp_size"), find=_mp_shard_problems),
     _Check(needs=("cp_size", "tp_size", "mp_replicate_size"), find=_dense_problems),
     _Check(needs=("mp_replicate_size", "dist_config.ep_size", "dist_config.edp_size"), find=_expert_problems),
-    _Check(needs=("global_batch_size", "micro_batch_size", "cp_size", "tp_size"), find=_batch_problems),
+    _Check(
+        needs=("global_batch_size", "micro_batch_size", "micro_batch_tokens", "cp_size", "tp_size"),
+        find=_batch_problems,
+    ),
 )

@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 
 def model_problems(recipe: Recipe) -> Iterable[Problem]:
     """Problems of ``model``, and on path B of its experts. Path A (``fsdp2``) takes any model."""
-    config = _read_config(Path(recipe.model))
+    config = read_config(Path(recipe.model))
     if isinstance(config, Problem):
         yield config
         return
@@ -67,18 +67,22 @@ def _expert_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterable[Prob
 
 def packing_problems(recipe: Recipe) -> Iterable[Problem]:
     """Packed rows for a model whose ``config.json`` names linear-attention layers: their state doesn't restart."""
-    config = _read_config(Path(recipe.model))
-    if not recipe.packing or isinstance(config, Problem):
+    config = read_config(Path(recipe.model))
+    if not recipe.shares_rows or isinstance(config, Problem):
         return
-    if any("linear_attention" in (part.get("layer_types") or ()) for part in _parts(config)):
+    if any("linear_attention" in (part.get("layer_types") or ()) for part in config_parts(config)):
         rule = "not yet: linear attention would carry its state from one packed sample into the next"
-        yield Problem(field="packing", value=True, rule=rule, remedy="set packing: false")
+        if recipe.packing:
+            yield Problem(field="packing", value=True, rule=rule, remedy="set packing: false")
+        else:
+            value = recipe.micro_batch_tokens
+            yield Problem(field="micro_batch_tokens", value=value, rule=rule, remedy="set micro_batch_size instead")
 
 
 def _quantization_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterable[Problem]:
     """Quantised weights that loading doesn't unpack. fp8 by blocks and MXFP4 it does; training is then in plain types,
     and so are exports."""
-    for part in _parts(config):
+    for part in config_parts(config):
         quantization = part.get("quantization_config")
         if not isinstance(quantization, dict):
             continue
@@ -100,7 +104,7 @@ def _quantization_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterabl
         return
 
 
-def _read_config(folder: Path) -> Mapping[str, Any] | Problem:
+def read_config(folder: Path) -> Mapping[str, Any] | Problem:
     """The folder's config.json, or why there is none."""
     path = folder / "config.json"
     if not path.is_file():
@@ -146,7 +150,7 @@ def _missing_shards(index: Path) -> list[str]:
 
 def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:
     """Routed experts per layer; None for a model without any."""
-    for part in _parts(config):
+    for part in config_parts(config):
         if part.get(EXPERTS_SWITCH) is False:
             return None
         for field in spec.num_experts_fields:
@@ -156,7 +160,7 @@ def _count_experts(config: Mapping[str, Any], spec: ModelSpec) -> int | None:
     return None
 
 
-def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def config_parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """The config, and its ``text_config``, where a model of several parts (text and images) has what is the text's."""
     text_config = config.get("text_config")
     return (config, text_config) if isinstance(text_config, dict) else (config,)

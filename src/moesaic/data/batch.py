@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.ops.sequence import SequenceLayout
+
 IGNORE_INDEX = -100
 """Label of a position without loss (the value that torch's cross-entropy ignores by default)."""
 
@@ -77,6 +79,8 @@ class Batch:
             Tensors don't tell it where packed: there padding looks like one more document.
         document_lengths: tokens of each document, padding left out; stays on the host. For measuring only: None where
             nobody will ask.
+        sequence: the whole rows, where this is one rank's part of them (``shard_batch``): S is then the positions of
+            this rank's cp index, ``attention_mask`` None, and ``is_real`` [B, S / tp] of the rank's own run.
     """
 
     input_ids: Tensor
@@ -86,6 +90,7 @@ class Batch:
     loss_positions: Tensor | None = None
     is_real: Tensor | None = None
     document_lengths: tuple[int, ...] | None = None
+    sequence: SequenceLayout | None = None
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
@@ -99,7 +104,7 @@ class Batch:
 
     @property
     def real_tokens(self) -> Tensor:
-        """[B, S] bool: see ``is_real``."""
+        """[B, S] bool, of a part [B, S / tp]: see ``is_real``."""
         if self.is_real is not None:
             return self.is_real
         mask = self.attention_mask
@@ -116,6 +121,7 @@ class Batch:
             attention_mask=None if mask is None else mask.to(device),
             loss_positions=None if positions is None else positions.to(device),
             is_real=None if is_real is None else is_real.to(device),
+            sequence=None if self.sequence is None else self.sequence.to(device),
         )
 
     def model_inputs(self) -> dict[str, Any]:
@@ -124,7 +130,8 @@ class Batch:
         ``use_cache=False`` is part of them because transformers looks for packed documents only where there is no
         cache.
         """
-        return {
+        sequence = {} if self.sequence is None else {"sequence_layout": self.sequence}
+        return sequence | {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "attention_mask": self.attention_mask,

@@ -19,11 +19,27 @@ from moesaic.meshes import Meshes
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
 from moesaic.parallel.activation_checkpointing import apply_activation_checkpointing
-from moesaic.parallel.efsdp import FSDPPlan, expert_fully_shard_modules, find_experts_params, set_gradient_sum
+from moesaic.parallel.context import apply_context_parallel
+from moesaic.parallel.efsdp import (
+    FSDPPlan,
+    expert_fully_shard_modules,
+    find_experts_params,
+    set_gradient_sum,
+    set_mixed_gradient_sum,
+)
 from moesaic.parallel.experts import ExpertPlan, expert_parallelize_modules, find_expert_modules
 from moesaic.parallel.freeze import freeze_modules
-from moesaic.parallel.outer import MixedExperts, apply_fsdp2, apply_outer_fsdp, find_text_blocks, replicate_modules
+from moesaic.parallel.linear_attention import apply_linear_attention_parallel
+from moesaic.parallel.outer import apply_fsdp2, apply_outer_fsdp, find_text_blocks, replicate_modules
 from moesaic.parallel.prefetch import set_prefetch_order
+from moesaic.parallel.shard_rules import (
+    ParamsOnMesh,
+    build_even_placement_fn,
+    build_expert_placement_fn,
+    build_free_placement_fn,
+    build_mixed_placement_fn,
+)
+from moesaic.parallel.tensor import apply_tensor_parallel, find_split_params
 from moesaic.parallel.units import list_units
 from moesaic.specs import ModelSpec, find_spec, refusal
 from moesaic.weights.load import load_weights
@@ -49,6 +65,7 @@ class ParallelOptions:
             ``native``).
         fsdp_ignored_modules: globs of modules that are kept whole on every rank (path B); gradients are still summed.
         frozen_modules: globs of modules that are not trained.
+        cp_mode: how the ranks of a cp group share attention.
     """
 
     expert_parallel: bool = True
@@ -63,6 +80,7 @@ class ParallelOptions:
     hook_modules: tuple[str, ...] = ()
     fsdp_ignored_modules: tuple[str, ...] = ()
     frozen_modules: tuple[str, ...] = ()
+    cp_mode: str = "ulysses"
 
     def __post_init__(self) -> None:
         """Raise a ValueError for an option that nothing would look at."""
@@ -150,12 +168,15 @@ def parallelize(
 
     Raises:
         ValueError: the model was parallelized before; path B can't train its family; it has no experts, or its experts
-            don't fit ``ep`` or the spec.
+            don't fit ``ep`` or the spec; attention or matrices that cp or tp can't share.
     """
     options = options or ParallelOptions()
     _refuse_parallelized(model)
     _cast_parameters(model, options.storage_dtype)
     freeze_modules(model, options.frozen_modules)
+    if meshes.sequence.size() > 1:
+        apply_context_parallel(model, meshes, options.cp_mode)
+        apply_linear_attention_parallel(model, meshes.sequence)
     ties = find_ties(model)
     blocks = find_text_blocks(model)
     if options.expert_parallel:
@@ -163,7 +184,7 @@ def parallelize(
         spec = spec or find_spec(model.config.model_type)
         _apply_path_b(model, meshes, ExpertPlan.from_spec(spec, options.ep_dispatcher), options, blocks)
     else:
-        _apply_path_a(model, meshes, options.fsdp_plan(meshes.dense.device_type))
+        _apply_path_a(model, meshes, options.fsdp_plan(meshes.dense.device_type), blocks)
     if options.activation_checkpointing:
         apply_activation_checkpointing(model, blocks, keeps_tokens=options.exchanged_tokens == "keep")
     _assert_owned(model)
@@ -183,25 +204,45 @@ def _apply_path_b(
     fsdp_plan = options.fsdp_plan(device_type)
     expert_parallelize_modules(model, meshes.expert["ep"], plan)
     experts = find_experts_params(model, plan)
+    split = _apply_tensor_parallel(model, meshes, blocks)
     replicated = replicate_modules(model, patterns, device_type, fsdp_plan, ignored_params=experts)
     if options.fsdp_implementation == "custom":
-        mixed = MixedExperts(params=experts, mesh=meshes.expert_fsdp)
-        apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=replicated, experts=mixed)
+        place = build_expert_placement_fn(meshes.expert_fsdp.size(-1))
+        mixed = ParamsOnMesh(params=experts, mesh=meshes.expert_fsdp, place=place)
+        apply_outer_fsdp(model, meshes.unsplit_fsdp, fsdp_plan, ignored_params=replicated, others=[*split, mixed])
     else:
-        apply_outer_fsdp(model, meshes.dense_fsdp, fsdp_plan, ignored_params=replicated | experts)
+        apply_outer_fsdp(model, meshes.unsplit_fsdp, fsdp_plan, ignored_params=replicated | experts, others=split)
         expert_fully_shard_modules(model, meshes.expert_fsdp, plan, fsdp_plan, options.hook_modules)
     set_prefetch_order(cast(FSDPModule, model), [_units(block) for block in blocks])
 
 
-def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan) -> None:
+def _apply_tensor_parallel(
+    model: PreTrainedModel, meshes: Meshes, blocks: Sequence[nn.Module]
+) -> list[ParamsOnMesh]:
+    """What tp splits, and the mesh over which FSDP shards it further; nothing without tp."""
+    if meshes.sizes.tp_size == 1:
+        return []
+    tp_mesh = meshes.dense["tp"]
+    apply_tensor_parallel(model, tp_mesh, blocks)
+    place = build_free_placement_fn(meshes.sizes.mp_shard_size)
+    return [ParamsOnMesh(params=find_split_params(model, tp_mesh), mesh=meshes.dense_fsdp, place=place)]
+
+
+def _apply_path_a(model: PreTrainedModel, meshes: Meshes, fsdp_plan: FSDPPlan, blocks: Sequence[nn.Module]) -> None:
+    split = _apply_tensor_parallel(model, meshes, blocks)
+    mesh = meshes.unsplit_fsdp
     kwargs = {
-        "mesh": meshes.dense_fsdp,
+        "mesh": mesh,
+        "shard_placement_fn": build_mixed_placement_fn(split, build_even_placement_fn(mesh.size(-1))),
         "mp_policy": fsdp_plan.mp_policy,
         "reshard_after_forward": fsdp_plan.reshard_after_forward,
         "offload_policy": fsdp_plan.offload_policy,
     }
     for unit in _units(apply_fsdp2(model, kwargs)):
-        set_gradient_sum(unit, meshes.dense_fsdp)
+        if split:
+            set_mixed_gradient_sum(unit)
+        else:
+            set_gradient_sum(unit, mesh)
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:

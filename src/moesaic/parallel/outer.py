@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moesaic.parallel.efsdp import FSDPPlan, set_gradient_sum, set_mixed_gradient_sum
-from moesaic.parallel.shard_rules import build_even_placement_fn, build_mixed_placement_fn
+from moesaic.parallel.shard_rules import ParamsOnMesh, build_even_placement_fn, build_mixed_placement_fn
 from moesaic.specs import match_names
 
 
@@ -40,20 +40,12 @@ def find_text_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in find_blocks(model) if block in inside]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedExperts:
-    """Experts that the blocks' own units shard, over a mesh of their own: the parameters and ``(edp, efsdp)``."""
-
-    params: set[nn.Parameter]
-    mesh: DeviceMesh
-
-
 def apply_outer_fsdp(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: FSDPPlan,
     ignored_params: set[nn.Parameter],
-    experts: MixedExperts | None = None,
+    others: Sequence[ParamsOnMesh] = (),
 ) -> None:
     """``fully_shard`` each block, then the root, over ``mesh`` along dim 0. In place; every rank of the mesh must call.
 
@@ -61,18 +53,19 @@ def apply_outer_fsdp(
     norm, or the router below one of ``hook_modules``) is the block's.
 
     Args:
-        mesh: ``mp_shard``, or ``(mp_replicate, mp_shard)`` for HSDP.
+        mesh: ``mp_shard``, or ``(mp_replicate, mp_shard)`` for HSDP; of parameters that tp doesn't split.
         ignored_params: parameters that another FSDP owns, e.g. the experts.
-        experts: experts that belong to their block's unit; the plan must reduce gradients as sums.
+        others: what belongs to the blocks' and the root's units on another mesh: experts, or what tp splits. The plan
+            must reduce gradients as sums.
     """
     assert plan.gradient_reduction == "sum", "the units' factors below are those of a sum"
     common: dict[str, Any] = {"mesh": mesh, "mp_policy": plan.mp_policy, "offload_policy": plan.offload_policy}
     common["ignored_params"] = ignored_params
-    left = set[nn.Parameter]()
-    if experts is not None:
-        assert experts.mesh.get_group(experts.mesh.ndim - 1) is not mesh.get_group(mesh.ndim - 1), "one mesh, not two"
-        common["shard_placement_fn"] = build_mixed_placement_fn(experts.params, experts.mesh)
-        left = set(experts.params)
+    for other in others:
+        assert other.mesh.get_group(other.mesh.ndim - 1) is not mesh.get_group(mesh.ndim - 1), "one mesh, not two"
+    if others:
+        common["shard_placement_fn"] = build_mixed_placement_fn(others)
+    left = {param for other in others for param in other.params}
     blocks = find_blocks(model)
     # A block within a block first; the root's parameters (embedding, final norm, head) are needed again at once in
     # backward: it keeps them.
@@ -96,7 +89,7 @@ def replicate_modules(
     """Keep the modules that the globs name whole on every rank; their gradients are still summed. In place.
 
     They become FSDP units on a mesh of W replicas of one shard, so that dtypes, reduction and norm are those of every
-    other unit. Every rank must call it; no tensor parallelism (its ranks would count the same tokens again).
+    other unit. Every rank must call it.
 
     Args:
         ignored_params: parameters in them that are sharded all the same (experts).
@@ -106,7 +99,7 @@ def replicate_modules(
 
     Raises:
         ValueError: a glob matches nothing, or one of two tied modules, or one inside another, or one that holds experts
-            or blocks.
+            or blocks, or what tp splits.
     """
     if not patterns:
         return set()
@@ -137,6 +130,8 @@ def _refuse_what_is_sharded(model: nn.Module, names: Iterable[str], experts: set
         module = model.get_submodule(name)
         if inner & set(module.modules()) or isinstance(module, nn.ModuleList | nn.ModuleDict):
             rule = "it is or holds experts or blocks, which are always sharded"
+        elif any(isinstance(param, DTensor) for param in module.parameters()):
+            rule = "tp splits it, so no rank can hold it whole"
         elif any(name.startswith(f"{other}.") for other in named):
             rule = "it is inside another module that is named"
         else:

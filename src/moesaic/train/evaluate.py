@@ -10,8 +10,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from moesaic.data.batch import Batch
+from moesaic.data.shard import shard_batch
 from moesaic.meshes import Meshes
 from moesaic.ops import host
+from moesaic.parallel.tensor import vocabulary_shard
 from moesaic.train.losses import count_loss_tokens, token_loss_sum
 
 
@@ -63,9 +65,9 @@ def evaluate(model: PreTrainedModel, batches: Iterable[Batch], meshes: Meshes) -
     num_tokens = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
     for batch in batches:
-        on_device = batch.to(device)
+        on_device = shard_batch(batch, meshes).to(device)
         logits = model(**on_device.model_inputs()).logits
-        loss_sum += token_loss_sum(logits, on_device.kept_labels)
+        loss_sum += token_loss_sum(logits, on_device.kept_labels, vocabulary_shard(model))
         num_tokens += count_loss_tokens(on_device.labels)
     model.train()
     group = meshes.tokens.get_group()

@@ -18,6 +18,7 @@ from moesaic.checkpoint import delete_old_checkpoints, load_model, save_checkpoi
 from moesaic.config import Fsdp2Config, MoesaicConfig, Recipe
 from moesaic.config.run_folder import EXPORT, checkpoint_folder
 from moesaic.data.batch import Batch
+from moesaic.data.shard import shard_batch
 from moesaic.parallel.units import list_units, units_table
 from moesaic.runtime import shutdown, start_errors
 from moesaic.train.best import Best, load_best, save_best
@@ -166,7 +167,7 @@ def _save(run: Run, step: int, best: Best | None) -> None:
 
 def _one_step(run: Run, step: int, micro_batches: list[Batch], dumper: Dumper | None) -> StepResult:
     device = torch.device(run.meshes.data.device_type)
-    on_device = [batch.to(device) for batch in micro_batches]
+    on_device = [shard_batch(batch, run.meshes).to(device) for batch in micro_batches]
     max_norm, before_clip = run.recipe.max_grad_norm, None
     if dumper is not None and dumper.is_due(step):
         before_clip = partial(dumper.save, step, "grad")

@@ -74,7 +74,8 @@ class RouterTraining:
     def __init__(self, model: PreTrainedModel, options: RouterOptions, meshes: Meshes) -> None:
         self._model = model
         self._options = options
-        self._group = meshes.tokens.get_group()
+        # Routers see each token on one rank: tp peers have other runs of the same sequence.
+        self._group = meshes.data._flatten().get_group()
         self._device = torch.device(meshes.data.device_type)
         routers = find_routers(model) if options.has_losses else {}
         self._biases = find_biases(model) if options.bias_update_rate else {}
@@ -89,7 +90,7 @@ class RouterTraining:
     def begin(self, micro_batches: Sequence[Batch]) -> None:
         """Count the step's tokens, and with an aux loss over several micro-batches the choices of their routers.
 
-        Collective over ``meshes.tokens``: one all-reduce, and with the first pass a second, and a forward per
+        Collective over all ranks: one all-reduce, and with the first pass a second, and a forward per
         micro-batch.
         """
         num_tokens = torch.stack([batch.real_tokens.sum() for batch in micro_batches]).sum()
@@ -115,7 +116,7 @@ class RouterTraining:
         """0-D fp32: this rank's share of the weighted router losses for the micro-batch whose forward just ended.
 
         Summed over micro-batches and ranks the shares are ``coef * loss``; its gradients are to be summed likewise.
-        With an aux loss and a single micro-batch collective over ``meshes.tokens``: one all-reduce.
+        With an aux loss and a single micro-batch collective over all ranks: one all-reduce.
         """
         heard = self._recorder.take()
         is_real = batch.real_tokens.flatten()
@@ -135,7 +136,7 @@ class RouterTraining:
     def end(self, *, is_finite: bool) -> None:
         """After the optimizer: move the correction biases, unless the step was skipped.
 
-        With ``bias_update_rate`` collective over ``meshes.tokens``: one all-reduce, where the losses made none.
+        With ``bias_update_rate`` collective over all ranks: one all-reduce, where the losses made none.
         """
         if not (self._biases and is_finite):
             return
@@ -155,7 +156,7 @@ class RouterTraining:
     def measure(self) -> dict[str, float]:
         """What is on: ``aux_loss`` and ``z_loss`` of the last step, global; ``max_bias``, the largest bias by size.
 
-        Collective over ``meshes.tokens`` where a loss is on, and over all ranks where biases move.
+        Collective over all ranks.
         """
         numbers: dict[str, float] = {}
         if self._shares:

@@ -112,8 +112,8 @@ def start(recipe: Recipe) -> Meshes:
         ep_size=recipe.ep_size,
         edp_size=recipe.edp_size,
     )
-    # Ranks with different tokens draw different noise (dropout); tp peers, which hold the same tokens, draw the same.
-    seed_all(recipe.seed + meshes.tokens.get_local_rank())
+    # Every rank computes on other tokens, or other heads, and draws other noise (dropout).
+    seed_all(recipe.seed + dist.get_rank())
     return meshes
 
 
@@ -157,6 +157,7 @@ def parallel_options(recipe: Recipe) -> ParallelOptions:
         hook_modules=path_b.hook_modules if isinstance(path_b, FsdpTurboConfig) else (),
         fsdp_ignored_modules=() if path_b is None else path_b.fsdp_ignored_modules,
         frozen_modules=recipe.frozen_modules,
+        cp_mode=recipe.cp_mode,
     )
 
 
@@ -235,8 +236,10 @@ def _count_steps(recipe: Recipe, data: RunData) -> int:
 
 def _refuse_packing(recipe: Recipe, model: PreTrainedModel) -> None:
     """The same check as the recipe's, for a model whose config doesn't show that it has linear attention."""
-    if recipe.packing and find_bound_kernels(model):
+    if recipe.shares_rows and find_bound_kernels(model):
+        field = "packing=true" if recipe.packing else f"micro_batch_tokens={recipe.micro_batch_tokens}"
+        remedy = "packing: false" if recipe.packing else "micro_batch_size instead"
         raise ValueError(
-            "packing=true: not yet for a model with linear attention, which would carry its state from one packed "
-            "sample into the next. Set packing: false."
+            f"{field}: not yet for a model with linear attention, which would carry its state from one packed sample "
+            f"into the next. Set {remedy}."
         )

@@ -15,8 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from moesaic.data.batch import Batch
+from moesaic.data.shard import shard_batch
 from moesaic.meshes import Meshes
 from moesaic.ops import host
+from moesaic.parallel.tensor import vocabulary_shard
 from moesaic.train.grad_norm import clip_grad_norm_
 from moesaic.train.losses import count_loss_tokens, token_loss_sum
 from moesaic.train.router import RouterTraining
@@ -60,13 +62,16 @@ def train_step(
     """Forward, backward, clip, step. Every rank must call it, with equally many micro-batches (some may have no loss).
 
     Args:
-        micro_batches: this rank's, already on the device.
+        micro_batches: this rank's, already on the device; those of a sequence group whole on each of its ranks, or
+            already cut (``shard_batch``).
         max_grad_norm: None doesn't clip.
         before_clip: called when the step's gradients are whole and nobody has scaled them, e.g. to write them down.
         router: what trains the model's routers beside this loss.
         gradient_accumulation: reduce gradients after each micro-batch, or hold them whole and reduce them once.
     """
     # Count first: every micro-batch's loss is divided by the tokens of the whole step.
+    micro_batches = [shard_batch(batch, meshes) for batch in micro_batches]
+    vocabulary = vocabulary_shard(model)
     local_tokens = torch.stack([count_loss_tokens(batch.labels) for batch in micro_batches]).sum()
     num_tokens = local_tokens.clone()
     dist.all_reduce(num_tokens, group=meshes.tokens.get_group())
@@ -82,7 +87,7 @@ def train_step(
         if gradient_accumulation == "unsharded":
             cast(FSDPModule, model).set_requires_gradient_sync(number == len(micro_batches))
         logits = model(**batch.model_inputs()).logits
-        loss = token_loss_sum(logits, batch.kept_labels) / divisor
+        loss = token_loss_sum(logits, batch.kept_labels, vocabulary) / divisor
         (loss if router is None else loss + router.penalty(batch)).backward()
         loss_share += loss.detach()
         sums.add()

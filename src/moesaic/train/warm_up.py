@@ -22,7 +22,7 @@ def warm_up_collectives(model: nn.Module, meshes: Meshes) -> None:
     flattened meshes.
     """
     kind = meshes.dense.device_type
-    for view in (meshes.data, meshes.dense, meshes.expert, meshes.tokens):
+    for view in (meshes.data, meshes.dense, meshes.expert, meshes.tokens, meshes.sequence, meshes.unsplit):
         for axis in range(view.ndim):
             dist.all_reduce(torch.zeros(1, device=kind), group=view.get_group(axis))
     ep_group = meshes.expert.get_group("ep")

@@ -19,6 +19,7 @@ from typing import BinaryIO
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -70,8 +71,9 @@ def export_hf(
             multi-token prediction): bit for bit, but quantised tensors unpacked, to ``dtype`` or the model's.
 
     Raises:
-        ValueError: ``folder`` isn't empty, or the names of stacked experts in files aren't known; before anything is
-            sent. Or the folder that the model was loaded from is gone, and holds what is to be kept.
+        ValueError: ``folder`` isn't empty, the names of stacked experts in files aren't known, or a tensor lies on some
+            of the model's ranks only; before anything is sent. Or the folder that the model was loaded from is gone,
+            and holds what is to be kept.
         RuntimeError: another rank failed; nothing was renamed.
     """
     folder = Path(folder)
@@ -89,6 +91,7 @@ def export_hf(
     source = recall_source(model)
     kept = source.kept if source is not None and keep_unused else ()
     mesh = find_mesh(state.values())
+    _refuse_partial_meshes(state, mesh)
     rank = 0 if mesh is None else dist.get_rank()
     ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
     root = ranks[0]
@@ -107,6 +110,16 @@ def export_hf(
         config = _export_config(model, source if kept else None, dtype or model.dtype)
         error = _attempt(_finish, model, plan, beside, folder, config, tokenizer)
     raise_together(error, mesh, f"exporting to {folder}")
+
+
+def _refuse_partial_meshes(state: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> None:
+    """Every rank plans files and messages from what it holds: tensors of some ranks only would give them two plans."""
+    for name, tensor in state.items():
+        if mesh is not None and isinstance(tensor, DTensor) and tensor.device_mesh.size() < mesh.size():
+            raise ValueError(
+                f"{name} lies on {tensor.device_mesh.size()} of the model's {mesh.size()} ranks: it can't be exported. "
+                "Shard it over a mesh that names every axis, e.g. with fully_shard_planned(replicate=...)."
+            )
 
 
 def find_layout(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> tuple[dict[str, Grid], dict[str, Shape]]:
