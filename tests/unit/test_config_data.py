@@ -39,6 +39,7 @@ def test_one_dataset_and_a_list_of_one_are_the_same() -> None:
         {"eval_dataset": ["a", {"path": "a", "split": "test"}]},
         {"stage": "pt"},
         {"stage": "pt", "train_dataset": {"path": "a", "format": "text"}},
+        {"micro_batch_tokens": 2048, "global_batch_size": 7},
     ],
 )
 def test_good_ones(model: Path, fields: dict[str, Any]) -> None:
@@ -71,6 +72,41 @@ STREAM = {"path": "a", "streaming": True}
 )
 def test_what_does_not_go_together(model: Path, fields: dict[str, Any], field: str) -> None:
     assert find(model, **fields) == {field}
+
+
+BY_TOKENS = {"micro_batch_tokens": 4096, "global_batch_size": 7}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "rule", "remedy"),
+    [
+        ({"packing": True}, "packing", "lie end to end anyhow", "remove packing"),
+        ({"micro_batch_size": 4}, "micro_batch_size", "says how large", "one of the two"),
+        ({"global_batch_size": None}, "global_batch_size", "how many samples", "set global_batch_size"),
+        ({"cutoff_len": 4097}, "micro_batch_tokens", "cutoff_len = 4097 tokens", "set 4097 or more"),
+        ({"train_dataset": STREAM, "max_steps": 1}, "micro_batch_tokens", "a stream's aren't known", "packing: true"),
+    ],
+)
+def test_what_micro_batches_by_tokens_refuse(
+    model: Path, fields: dict[str, Any], field: str, rule: str, remedy: str
+) -> None:
+    plain = {"model": str(model), "train_dataset": "a", "output_dir": str(model / "run"), **BY_TOKENS, **fields}
+    (problem,) = check_recipe(Recipe.model_validate(plain), 4)
+    assert problem.field == field and rule in problem.rule and remedy in problem.remedy, problem
+
+
+def test_a_budget_that_only_fits_before_rounding(model: Path) -> None:
+    """Rows are cut by cp and tp: of 10 tokens, 8 can be used by 2 * 2 ranks."""
+    plain = {"model": str(model), "train_dataset": "a", "output_dir": str(model / "run"), **BY_TOKENS}
+    plain |= {"micro_batch_tokens": 10, "cutoff_len": 9, "cp_size": 2, "tp_size": 2}
+    (problem,) = (one for one in check_recipe(Recipe.model_validate(plain)) if one.field == "micro_batch_tokens")
+    assert "in multiples of cp_size * tp_size = 4" in problem.rule and "set 12 or more" in problem.remedy
+
+
+def test_micro_batches_by_tokens_are_not_yet_for_linear_attention(model: Path) -> None:
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    write_model_folder(model, {"model_type": "qwen3_moe", "num_experts": 8, **layers})
+    assert find(model, **BY_TOKENS) == {"micro_batch_tokens"}
 
 
 def test_text_files_are_for_pt_and_not_for_streaming(model: Path) -> None:

@@ -291,6 +291,8 @@ def test_verl_ppo_names_what_is_for_reinforcement_learning() -> None:
         ("llamafactory", {"model": "m", "peft_config": {"name": "lora", "r": 8}}, "peft_config.r"),
         ("llamafactory", {"model": "m", "batching_strategy": "dynamic_batching"}, "batching_strategy"),
         ("verl", {"model": {"lora_rank": 32}}, "model.lora_rank"),
+        ("llamafactory", {"model": "m", "batching_strategy": "padding_free"}, "batching_strategy"),  # how many ranks?
+        ("verl", {"data": {"use_dynamic_bsz": True}}, "data.use_dynamic_bsz"),
         ("verl", {"data": {"truncation": "left"}}, "data.truncation"),
         ("verl", {"data": {"prompt_key": "question"}}, "data.prompt_key"),
         ("verl", {"model": {"trust_remote_code": True}}, "model.trust_remote_code"),
@@ -357,6 +359,34 @@ def test_dataset_files_that_say_something_else_are_named(folder: Path, name: str
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
             {"lr_scheduler_config": {"name": "cosine", "min_lr_ratio": 0.1}},
         ),
+        (
+            "v1",
+            {"batching_strategy": "padding_free", "micro_batch_size": 4, "cutoff_len": 512, "global_batch_size": 64},
+            {"micro_batch_tokens": 2048, "global_batch_size": 64, "micro_batch_size": None, "packing": None},
+        ),
+        (
+            "v1",
+            {"batching_strategy": "padding_free", "micro_batch_size": 4, "dp_size": 8},
+            {"micro_batch_tokens": 8192, "global_batch_size": 32},
+        ),
+        (
+            "v1",
+            {"batching_strategy": "dynamic_padding_free", "micro_batch_size": 4},
+            {"packing": True, "micro_batch_size": 4, "micro_batch_tokens": None},
+        ),
+        (
+            "verl",
+            {
+                "data": {"use_dynamic_bsz": True, "max_token_len_per_gpu": 8192, "micro_batch_size_per_gpu": 4},
+                "ulysses_sequence_parallel_size": 2,
+            },
+            {"micro_batch_tokens": 16384, "micro_batch_size": None, "cp_size": 2},
+        ),
+        (
+            "verl",
+            {"data": {"use_dynamic_bsz": False, "max_token_len_per_gpu": 8192, "micro_batch_size_per_gpu": 4}},
+            {"micro_batch_tokens": None, "micro_batch_size": 4},
+        ),
         ("v0", {"deepspeed": "ds_z3_offload_config.json"}, {"offload": True, "dist_config": {"name": "fsdp2"}}),
         ("v0", {"fsdp": "full_shard auto_wrap offload"}, {"offload": True, "dist_config": {"name": "fsdp2"}}),
         ("v1", {"dist_config": {"name": "deepspeed", "config_file": "ds_z3_offload_config.json"}}, {"offload": True}),
@@ -419,6 +449,13 @@ def test_unknown_fields_are_listed(tool: str, values: dict[str, Any]) -> None:
     translation = translate(tool, {**values, "brand_new": {"inner": 1, "empty": {}}})
     assert outcomes(translation, Unknown) == {"brand_new.inner", "brand_new.empty"}
     assert "UNKNOWN" in translation.table() and not translation.is_complete
+
+
+def test_verl_ppo_counts_tokens_in_the_same_way() -> None:
+    actor = {"ppo_micro_batch_size_per_gpu": 2, "ppo_max_token_len_per_gpu": 16384, "use_dynamic_bsz": True}
+    translation = translate("verl", {"actor_rollout_ref": {"actor": actor}})
+    assert translation.is_complete and translation.recipe()["micro_batch_tokens"] == 16384
+    assert "micro_batch_size" not in translation.recipe()
 
 
 def test_packing_without_attention_between_samples() -> None:

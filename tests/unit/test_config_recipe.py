@@ -31,7 +31,7 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 MARKS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
 
 # More fields are more to learn, to document and to combine: raising this number is a decision.
-NUM_FIELDS = 80
+NUM_FIELDS = 81
 
 # Recipe -> ranks, and the model whose config.json it needs.
 SHIPPED = {

@@ -1,4 +1,4 @@
-"""What a recipe's datasets must satisfy: files, formats, weights, streaming. Torch-free."""
+"""What a recipe's datasets must satisfy: files, formats, weights, streaming, batches by tokens. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,6 +39,32 @@ def mixing_problems(recipe: Recipe) -> Iterable[Problem]:
     streaming = [dataset.streaming for dataset in datasets]
     if any(streaming):
         yield from _streaming_problems(recipe)
+
+
+def token_batch_problems(recipe: Recipe) -> Iterable[Problem]:
+    """What goes with ``micro_batch_tokens``: what it replaces, and sizes that it can hold."""
+    budget, field = recipe.micro_batch_tokens, "micro_batch_tokens"
+    if budget is None:
+        return
+    if recipe.packing:
+        rule = "with micro_batch_tokens samples lie end to end anyhow, and no row has a set length"
+        yield Problem(field="packing", value=True, rule=rule, remedy="remove packing, or micro_batch_tokens")
+    if recipe.micro_batch_size != 1:
+        rule, remedy = "micro_batch_tokens says how large a micro-batch is", "remove one of the two"
+        yield Problem(field="micro_batch_size", value=recipe.micro_batch_size, rule=rule, remedy=remedy)
+    if recipe.global_batch_size is None:
+        rule, remedy = "micro_batch_tokens doesn't say how many samples a step has", "set global_batch_size"
+        yield Problem(field="global_batch_size", value=None, rule=rule, remedy=remedy)
+    multiple = recipe.cp_size * recipe.tp_size
+    if budget // multiple * multiple < recipe.cutoff_len:
+        rounded = "" if multiple == 1 else f", in multiples of cp_size * tp_size = {multiple}"
+        rule = f"a sample may have cutoff_len = {recipe.cutoff_len} tokens, and one micro-batch holds it whole{rounded}"
+        least = -(-recipe.cutoff_len // multiple) * multiple
+        yield Problem(field=field, value=budget, rule=rule, remedy=f"set {least} or more, or a smaller cutoff_len")
+    if any(dataset.streaming for dataset in recipe.train_dataset):
+        rule = "ranks share a step out by the lengths of all its samples, and a stream's aren't known"
+        remedy = "remove streaming, or set packing: true with a micro_batch_size instead"
+        yield Problem(field=field, value=budget, rule=rule, remedy=remedy)
 
 
 def _streaming_problems(recipe: Recipe) -> Iterable[Problem]:

@@ -21,6 +21,7 @@ def load_recipe(
     *,
     world_size: int | None = None,
     default_world_size: int | None = None,
+    ignored: frozenset[str] = frozenset(),
 ) -> Recipe:
     """Read a recipe, apply the overrides, check everything that can be checked without starting a process.
 
@@ -31,6 +32,7 @@ def load_recipe(
         world_size: ranks of the run. None: what needs it is checked only as far as ``dp_size`` or ``mp_shard_size``
             imply it; call ``check_recipe`` once it is known.
         default_world_size: ranks where neither ``world_size`` nor the recipe says it.
+        ignored: fields that the caller won't read: they may be missing, and what they refer to isn't looked at.
 
     Raises:
         RecipeError: all problems: of the file, of types and names, of sizes, of the model's experts.
@@ -39,7 +41,9 @@ def load_recipe(
     if problems and not data:  # of a file that can't be read, nothing else is worth saying
         raise RecipeError(problems, source=str(path))
     problems += apply_overrides(data, overrides)
-    return build_recipe(data, problems, str(path), world_size=world_size, default_world_size=default_world_size)
+    return build_recipe(
+        data, problems, str(path), world_size=world_size, default_world_size=default_world_size, ignored=ignored
+    )
 
 
 def build_recipe(
@@ -49,6 +53,7 @@ def build_recipe(
     *,
     world_size: int | None = None,
     default_world_size: int | None = None,
+    ignored: frozenset[str] = frozenset(),
 ) -> Recipe:
     """The checked recipe of fields as YAML gives them; ``problems`` are those found so far. Others as `load_recipe`'s.
 
@@ -57,8 +62,8 @@ def build_recipe(
     """
     problems = list(problems)
     recipe, more_problems, unread = parse_recipe(data)
-    problems += more_problems
-    problems += check_recipe(recipe, world_size, default_world_size=default_world_size, unread=unread)
+    problems += [one for one in more_problems if one.value is not None or one.field not in ignored]
+    problems += check_recipe(recipe, world_size, default_world_size=default_world_size, unread=unread | ignored)
     if problems:
         raise RecipeError(problems, source=source)
     return recipe

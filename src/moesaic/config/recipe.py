@@ -298,6 +298,16 @@ class Recipe(Section):
     ] = "sft"
     output_dir: Annotated[str, about(LF, "Folder of the run: resolved recipe, logs, checkpoints.")] = "outputs"
     micro_batch_size: Annotated[int, about(LF, "Sequences in one forward of one data-parallel rank.", ge=1)] = 1
+    micro_batch_tokens: Annotated[
+        int | None,
+        about(
+            OURS,
+            "Most tokens in one forward of one data-parallel rank, instead of `micro_batch_size` and `packing`: the "
+            "`global_batch_size` samples of a step are spread evenly over the ranks and lie end to end, without "
+            "padding.",
+            ge=1,
+        ),
+    ] = None
     global_batch_size: Annotated[
         int | None,
         about(LF, "Sequences in one optimizer step over all ranks. Unset: `micro_batch_size * dp_size`.", ge=1),
@@ -386,9 +396,9 @@ class Recipe(Section):
     dp_size: Annotated[
         int | None, about(LF, "Ranks along which samples differ. Unset: ranks / (cp_size * tp_size).", ge=1)
     ] = None
-    cp_size: Annotated[int, about(LF, "Ranks that share the tokens of a sequence. Only 1 so far.", ge=1)] = 1
+    cp_size: Annotated[int, about(LF, "Ranks that share the tokens of a sequence.", ge=1)] = 1
     cp_mode: Annotated[Literal["ulysses"], about(LF, "How a sequence is shared.")] = "ulysses"
-    tp_size: Annotated[int, about(OURS, "Ranks that share each dense matrix. Only 1 so far.", ge=1)] = 1
+    tp_size: Annotated[int, about(OURS, "Ranks that share each dense matrix, and the tokens between them.", ge=1)] = 1
     mp_replicate_size: Annotated[int, about(LF, "Replicas of the dense parameters (HSDP).", ge=1)] = 1
     mp_shard_size: Annotated[
         int | None, about(LF, "Ranks that shard one replica. Unset: dp_size * cp_size / mp_replicate_size.", ge=1)
@@ -400,6 +410,11 @@ class Recipe(Section):
     offload: Annotated[
         bool, about(OURS, "Keep shards, their gradients and the optimizer's state and step on the host.")
     ] = False
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several samples lie in one row: with ``packing``, and with ``micro_batch_tokens``."""
+        return self.packing or self.micro_batch_tokens is not None
 
     @property
     def compute_dtype(self) -> Literal["fp32", "bf16"]:

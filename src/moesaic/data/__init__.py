@@ -15,6 +15,7 @@ from moesaic.data.dataset import (
 from moesaic.data.loader import BatchLoader, EvalLoader
 from moesaic.data.mixing import MixedDataset
 from moesaic.data.streaming import StreamedBadSample, StreamLoader, StreamSource, build_stream_source
+from moesaic.data.token_batches import TokenBatchLoader, TokenEvalLoader
 
 __all__ = [
     "IGNORE_INDEX",
@@ -29,6 +30,8 @@ __all__ = [
     "StreamLoader",
     "StreamSource",
     "StreamedBadSample",
+    "TokenBatchLoader",
+    "TokenEvalLoader",
     "TokenizedDataset",
     "build_dataset",
     "build_dataset_from_rows",

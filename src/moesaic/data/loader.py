@@ -12,13 +12,12 @@ runs the same number of micro-batches. The loss is a sum over the global count o
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from moesaic.data.batch import Batch
 from moesaic.data.mixing import shuffle_indices
+from moesaic.data.order import StepOrder, refuse_empty
 from moesaic.data.packing import Row, RowOptions, SampleSource, build_rows, collate
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ class BatchLoader:
         seed: int,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        _refuse_empty(dataset)
+        refuse_empty(dataset)
         check_sizes(micro_batch_size, dp_rank, dp_size, global_batch_size)
         self._dataset = dataset
         self._options = RowOptions(
@@ -69,13 +68,17 @@ class BatchLoader:
         self._global_batch_size = global_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        self._seed = seed
         # Packing needs an order of its own: in file order, rows would be made of neighbours in the file.
         order = shuffle_indices(len(dataset), f"{seed}/pack") if packing else range(len(dataset))
         self._rows = build_rows(dataset, order, self._options)
-        self._samples_crc = _crc_of(dataset)
-        self._epoch = 0
-        self._index = 0
+        self._order = StepOrder(
+            dataset,
+            num_rows=len(self._rows),
+            rows_per_step=global_batch_size,
+            seed=seed,
+            packing=packing,
+            cutoff_len=cutoff_len,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -85,7 +88,7 @@ class BatchLoader:
     @property
     def num_steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch: ceil(num_rows / global_batch_size)."""
-        return -(-len(self._rows) // self._global_batch_size)
+        return self._order.num_steps_per_epoch
 
     @property
     def num_micro_batches(self) -> int:
@@ -95,32 +98,24 @@ class BatchLoader:
     @property
     def epoch(self) -> int:
         """Epoch of the next step, from 0."""
-        return self._epoch
+        return self._order.epoch
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Go on from the current position, without end.
 
         The position moves before a step is handed out: a state saved while the caller works on step k resumes at k + 1.
         """
-        while True:
-            epoch = self._epoch
-            order = shuffle_indices(len(self._rows), f"{self._seed}/{epoch}")
-            # A load_state_dict between two steps may change the epoch; the order is then drawn again.
-            while self._epoch == epoch:
-                indices = order[self._index : self._index + self._global_batch_size]
-                self._index += self._global_batch_size
-                if self._index >= len(order):
-                    self._epoch, self._index = epoch + 1, 0
-                rows = [self._rows[index] for index in indices]
-                rows += [EMPTY_ROW] * (self._global_batch_size - len(rows))
-                yield [
-                    collate(self._dataset, own, self._options)
-                    for own in own_rows(rows, self._micro_batch_size, self._dp_rank, self._dp_size)
-                ]
+        for numbers in self._order:
+            rows = [self._rows[number] for number in numbers]
+            rows += [EMPTY_ROW] * (self._global_batch_size - len(rows))
+            yield [
+                collate(self._dataset, own, self._options)
+                for own in own_rows(rows, self._micro_batch_size, self._dp_rank, self._dp_size)
+            ]
 
     def state_dict(self) -> dict[str, int]:
         """Position of the next step, equal on all ranks, and what fixes the order: it resumes on any dp size."""
-        return {"epoch": self._epoch, "index": self._index, **self._identity()}
+        return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue exactly after the step at which ``state`` was taken.
@@ -130,37 +125,7 @@ class BatchLoader:
         Raises:
             ValueError: the state belongs to other data or another order (seed, samples, packing, cutoff_len).
         """
-        require_same_order(self._identity(), state)
-        self._epoch, self._index = state["epoch"], state["index"]
-
-    def _identity(self) -> dict[str, int]:
-        return {
-            "seed": self._seed,
-            "packing": int(self._options.packing),
-            "cutoff_len": self._options.cutoff_len,
-            "num_samples": len(self._dataset),
-            "num_tokens": sum(len(self._dataset[index]) for index in range(len(self._dataset))),
-            "num_rows": len(self._rows),
-            "samples_crc": self._samples_crc,
-        }
-
-
-def require_same_order(identity: Mapping[str, int], state: Mapping[str, int]) -> None:
-    """Refuse a saved position of samples in another order; ``identity`` is what fixes the order now.
-
-    Raises:
-        ValueError: with everything that differs.
-    """
-    changed = [
-        f"{field} is {value} now and was {state.get(field)}"
-        for field, value in identity.items()
-        if state.get(field) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"data position can't be resumed, the order of samples differs: {'; '.join(changed)}; "
-            "use the saved run's data settings, or start from the saved weights without its data position"
-        )
+        self._order.load_state_dict(state)
 
 
 class EvalLoader:
@@ -182,7 +147,7 @@ class EvalLoader:
         pad_token_id: int,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        _refuse_empty(dataset)
+        refuse_empty(dataset)
         check_sizes(micro_batch_size, dp_rank, dp_size)
         self._dataset = dataset
         self._options = RowOptions(
@@ -224,16 +189,3 @@ def check_sizes(micro_batch_size: int, dp_rank: int, dp_size: int, global_batch_
             f"global_batch_size={global_batch_size}: must be a multiple of micro_batch_size * dp_size = "
             f"{micro_batch_size} * {dp_size} = {per_round}; the nearest is {nearest}"
         )
-
-
-def _crc_of(dataset: SampleSource) -> int:
-    """Of all tokens in order: counts alone would take datasets in another order for the same."""
-    crc = 0
-    for index in range(len(dataset)):
-        crc = zlib.crc32(array("i", dataset[index].input_ids), crc)
-    return crc
-
-
-def _refuse_empty(dataset: SampleSource) -> None:
-    if len(dataset) == 0:
-        raise ValueError("the dataset has no sample: nothing to train or evaluate on")

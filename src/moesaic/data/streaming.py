@@ -31,8 +31,9 @@ from moesaic.data.batch import Batch, Sample
 from moesaic.data.dataset import describe_masking
 from moesaic.data.encode import RowEncoder, Stage, build_row_encoder, columns_of, unused_columns
 from moesaic.data.formats import SampleError
-from moesaic.data.loader import EMPTY_ROW, check_sizes, own_rows, require_same_order
+from moesaic.data.loader import EMPTY_ROW, check_sizes, own_rows
 from moesaic.data.mixing import choose_next, shuffle_indices
+from moesaic.data.order import require_same_order
 from moesaic.data.packing import Row, RowOptions, build_rows, collate
 from moesaic.data.row_stream import RowStream, open_stream
 

@@ -21,6 +21,8 @@ from moesaic.data import (
     StreamedBadSample,
     StreamLoader,
     StreamSource,
+    TokenBatchLoader,
+    TokenEvalLoader,
     TokenizedDataset,
     build_dataset,
     build_stream_source,
@@ -47,8 +49,8 @@ class RunData:
         streams: the training sets, where they are streamed.
     """
 
-    loader: BatchLoader | StreamLoader
-    eval_loaders: Mapping[str, EvalLoader]
+    loader: BatchLoader | TokenBatchLoader | StreamLoader
+    eval_loaders: Mapping[str, EvalLoader | TokenEvalLoader]
     train_reports: tuple[DataReport, ...]
     eval_reports: tuple[DataReport, ...]
     mixture: tuple[int, ...] = ()
@@ -70,22 +72,25 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
     stage: Stage = recipe.stage
     sizes = meshes.sizes
     common: dict[str, Any] = {
-        "micro_batch_size": recipe.micro_batch_size,
         "dp_rank": meshes.data.get_local_rank("dp"),
         "dp_size": sizes.dp_size,
         "cutoff_len": recipe.cutoff_len,
-        "packing": recipe.packing,
         "pad_token_id": choose_pad_token_id(tokenizer),
-        "pad_to_multiple_of": sizes.cp_size,
+        "pad_to_multiple_of": sizes.cp_size * sizes.tp_size,
     }
-    training = common | {
-        "global_batch_size": recipe.micro_batch_size * sizes.dp_size * num_micro_batches(recipe, sizes),
-        "seed": recipe.seed,
-    }
-    eval_loaders, eval_reports = {}, []
+    by_tokens = recipe.micro_batch_tokens is not None
+    if by_tokens:
+        common |= {"micro_batch_tokens": recipe.micro_batch_tokens}
+        global_batch_size = recipe.global_batch_size
+    else:
+        common |= {"micro_batch_size": recipe.micro_batch_size, "packing": recipe.packing}
+        global_batch_size = recipe.micro_batch_size * sizes.dp_size * num_micro_batches(recipe, sizes)
+    training = common | {"global_batch_size": global_batch_size, "seed": recipe.seed}
+    eval_loaders: dict[str, EvalLoader | TokenEvalLoader] = {}
+    eval_reports = []
     for name, config in zip(eval_names(recipe.eval_dataset), recipe.eval_dataset, strict=True):
         dataset, report = _build_dataset(config, tokenizer, recipe.cutoff_len, stage)
-        eval_loaders[name] = EvalLoader(dataset, **common)
+        eval_loaders[name] = (TokenEvalLoader if by_tokens else EvalLoader)(dataset, **common)
         eval_reports.append(report)
     if any(config.streaming for config in recipe.train_dataset):
         streams = _build_streams(recipe, tokenizer, stage)
@@ -101,7 +106,7 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
     built = [_build_dataset(config, tokenizer, recipe.cutoff_len, stage) for config in recipe.train_dataset]
     mixed = MixedDataset([dataset for dataset, _ in built], _weights(recipe), recipe.seed)
     return RunData(
-        loader=BatchLoader(built[0][0] if len(built) == 1 else mixed, **training),
+        loader=(TokenBatchLoader if by_tokens else BatchLoader)(built[0][0] if len(built) == 1 else mixed, **training),
         eval_loaders=eval_loaders,
         train_reports=tuple(report for _, report in built),
         eval_reports=tuple(eval_reports),

@@ -171,12 +171,30 @@ def _min_lr_rate(value: Any, theirs: Theirs) -> Outcome:
     return Value({"lr_scheduler_config.min_lr_ratio": float(value)})
 
 
-def _batching(value: Any, _: Theirs) -> Outcome:
+def _batching(value: Any, theirs: Theirs) -> Outcome:
+    """Theirs with a set number of samples a step, end to end, is ours by tokens; with a set number of tokens, ours
+    with packed rows."""
     if value in (None, "normal"):
         return Value({"packing": False})
-    if value == "padding_free":
-        return Value({"packing": True}, "rows are filled to cutoff_len; without attention between samples")
-    return NoEquivalent("batches have a set number of rows here: normal, or padding_free as packing: true")
+    if value == "dynamic_padding_free":
+        return Value({"packing": True}, "a micro-batch is micro_batch_size rows of cutoff_len tokens, filled")
+    if value != "padding_free":
+        return NoEquivalent("padded to a number of tokens: packing: true fills rows, micro_batch_tokens pads nothing")
+    micro_batch_size = int(theirs.get("micro_batch_size", 1))
+    fields = {"micro_batch_tokens": micro_batch_size * int(theirs.get("cutoff_len", 2048))}
+    if theirs.get("global_batch_size") is None:
+        ranks = None if theirs.world_size is None else theirs.world_size // int(theirs.get("cp_size", 1))
+        dp_size = theirs.get("dp_size", ranks)
+        if dp_size is None:
+            return NoEquivalent("how many samples a step has depends on the ranks: say how many with --world N")
+        fields["global_batch_size"] = micro_batch_size * int(dp_size)
+    return Value(fields, "micro_batch_size * cutoff_len: as many samples a step, spread by their tokens")
+
+
+def _micro_batch_size(value: Any, theirs: Theirs) -> Outcome:
+    if value is None or theirs.get("batching_strategy") == "padding_free":
+        return Needless("unset" if value is None else "part of micro_batch_tokens")
+    return Value({"micro_batch_size": value})
 
 
 def _v1_kernels(value: Any, _: Theirs) -> Outcome:
@@ -347,9 +365,9 @@ V1: Mapping[str, Rule] = {
     "model": same("model", note="a local folder: download it first"),
     "model_class": only("llm", reason="causal language models only"),
     "train_dataset": computed(_train_datasets, "train_dataset"),
-    "micro_batch_size": same("micro_batch_size"),
+    "micro_batch_size": computed(_micro_batch_size, "micro_batch_size"),
     "global_batch_size": same("global_batch_size"),
-    "batching_strategy": computed(_batching, "packing"),
+    "batching_strategy": computed(_batching, "packing", "micro_batch_tokens", "global_batch_size"),
     "batching_workers": needless("data is read by the ranks themselves"),
     "enable_activation_checkpointing": same("activation_checkpointing"),
     "dp_size": same("dp_size"),

@@ -49,10 +49,9 @@ def _files(target: str) -> Rule:
 
 def _ranks(value: Any, theirs: Theirs) -> Outcome:
     ranks = int(value) * int(theirs.get("trainer.nnodes", 1))
-    cp = next((int(theirs.get(name, 1)) for name in CP_FIELDS if theirs.get(name, 1) != 1), 1)
     if theirs.world_size not in (None, ranks):
         return NoEquivalent(f"it makes {ranks} ranks, and --world says {theirs.world_size}")
-    return Value({"dp_size": ranks // cp}, "nnodes * n_gpus_per_node / ulysses_sequence_parallel_size")
+    return Value({"dp_size": ranks // _cp_size(theirs)}, "nnodes * n_gpus_per_node / ulysses_sequence_parallel_size")
 
 
 CP_FIELDS = (
@@ -60,6 +59,37 @@ CP_FIELDS = (
     "engine.ulysses_sequence_parallel_size",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
 )
+
+
+def _cp_size(theirs: Theirs) -> int:
+    return next((int(theirs.get(name, 1)) for name in CP_FIELDS if theirs.get(name, 1) != 1), 1)
+
+
+def _micro_batches(rows: str, tokens: str, dynamic: str) -> dict[str, Rule]:
+    """A micro-batch has a number of rows, or where the field ``dynamic`` is set at most so many tokens per GPU."""
+
+    def apply_rows(value: Any, theirs: Theirs) -> Outcome:
+        if value is None or theirs.get(dynamic):
+            return Needless("unset" if value is None else f"{dynamic}: tokens are counted, not rows")
+        return Value({"micro_batch_size": value})
+
+    def apply_tokens(value: Any, theirs: Theirs) -> Outcome:
+        if value is None or not theirs.get(dynamic):
+            return Needless("unset" if value is None else f"counts for {dynamic} only")
+        cp_size = _cp_size(theirs)
+        note = "" if cp_size == 1 else "per GPU * ulysses_sequence_parallel_size"
+        return Value({"micro_batch_tokens": int(value) * cp_size}, note)
+
+    def apply_dynamic(value: Any, theirs: Theirs) -> Outcome:
+        if not value:
+            return Needless("as here")
+        return Needless(f"{tokens} says it") if theirs.get(tokens) else NoEquivalent(f"{tokens} doesn't say how many")
+
+    return {
+        rows: computed(apply_rows, "micro_batch_size"),
+        tokens: computed(apply_tokens, "micro_batch_tokens"),
+        dynamic: computed(apply_dynamic),
+    }
 
 
 def _above_zero(target: str) -> Rule:
@@ -244,7 +274,7 @@ COMMON: Mapping[str, Rule] = {
     "data.train_max_samples": only(-1, reason="all samples are read: cut the file"),
     "data.val_max_samples": only(-1, reason="all samples are read: cut the file"),
     "data.truncation": computed(_truncation),
-    "data.balance_dp_token": needless("each rank has the same number of rows"),
+    "data.balance_dp_token": needless("ranks have equally many rows, or under use_dynamic_bsz equal tokens"),
     "data.shuffle": only(True, reason="samples are always shuffled"),
     "data.custom_cls.*": only(reason="formats are those of docs/data.md"),
     "data.tokenizer": only(reason="the model's folder has its tokenizer"),
@@ -282,10 +312,8 @@ COMMON: Mapping[str, Rule] = {
 
 SFT_RULES: Mapping[str, Rule] = {
     "data.micro_batch_size": needless("micro_batch_size_per_gpu says it"),
-    "data.micro_batch_size_per_gpu": same("micro_batch_size"),
+    **_micro_batches("data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "data.use_dynamic_bsz"),
     "data.max_length": same("cutoff_len"),
-    "data.max_token_len_per_gpu": needless(SAME_STEPS),
-    "data.use_dynamic_bsz": needless(SAME_STEPS),
     "data.pad_mode": needless("packing: true leaves padding out"),
     "data.prompt_key": only("prompt", reason="the column is called prompt: rename it"),
     "data.response_key": only("completion", reason="the column is called completion: rename it"),
@@ -317,7 +345,11 @@ PPO_RULES: Mapping[str, Rule] = {
         "cutoff_len",
     ),
     "data.max_response_length": needless("part of cutoff_len"),
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": same("micro_batch_size"),
+    **_micro_batches(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+    ),
     "actor_rollout_ref.actor.grad_clip": same("max_grad_norm", float),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": same("cp_size"),
     "actor_rollout_ref.actor.strategy": one_of("dist_config.name", {"fsdp": "fsdp2", "fsdp2": "fsdp2"}, "FSDP2"),
