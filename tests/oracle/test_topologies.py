@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracle.cells import assert_within_tolerance, run_cell
-from tests.oracle.reference import load_reference
+from tests.oracle.cells import Cell, assert_within_tolerance, run_cell
+from tests.oracle.reference import Case, load_reference
 from tests.oracle.topologies import CASES, TOPOLOGIES
 from tests.pool import RunRanks
 
@@ -35,6 +35,31 @@ def test_parity_with_one_process(family: str, name: str, run_ranks: RunRanks, re
     case, topology = CASES[family], TOPOLOGIES[name]
     reference = load_reference(case, reference_root)
     for errors in run_ranks(run_cell, topology.world_size, topology.cell(case), reference):
+        assert_within_tolerance(errors)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 2, "ep_size": 2},
+        pytest.param({"cp_size": 2, "tp_size": 2, "ep_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2, "mp_replicate_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_bias_that_both_split(sizes: dict[str, int], run_ranks: RunRanks, reference_root: Path) -> None:
+    """Qwen2-MoE's attention has biases, strided shards of their one dim, and a shared expert that tp splits."""
+    cell = Cell(world_size=4, sizes=sizes, layout="packed")
+    for errors in run_ranks(run_cell, 4, cell, load_reference(Case(family="qwen2_moe"), reference_root)):
+        assert_within_tolerance(errors)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "cp_size": 2, "ep_size": 4}], ids=str)
+def test_tied_embeddings_are_one_table_of_rows(
+    sizes: dict[str, int], run_ranks: RunRanks, reference_root: Path
+) -> None:
+    cell = Cell(world_size=4, sizes=sizes)
+    for errors in run_ranks(run_cell, 4, cell, load_reference(Case(tied=True), reference_root)):
         assert_within_tolerance(errors)
 
 

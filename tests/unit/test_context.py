@@ -109,6 +109,13 @@ def test_padding_begins_no_document() -> None:
     assert documents is not None and documents.tolist() == [[0, 0, 1, 1, -1, -1]]
 
 
+def test_a_row_that_begins_with_padding() -> None:
+    is_real = torch.tensor([[False, False, True, True]])
+    for positions in ([[0, 1, 2, 3]], [[0, 0, 0, 1]]):
+        documents = number_documents(torch.tensor(positions), is_real)
+        assert documents is not None and documents.tolist() == [[-1, -1, 0, 0]]
+
+
 def test_positions_of_several_axes_say_nothing_of_documents() -> None:
     with pytest.raises(AssertionError, match="3-D position ids"):
         number_documents(torch.zeros(3, 1, 4, dtype=torch.int64), None)

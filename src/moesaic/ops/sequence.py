@@ -48,8 +48,7 @@ class SequenceLayout:
 
 
 def number_documents(position_ids_BS: Tensor, is_real_BS: Tensor | None) -> Tensor | None:
-    """``documents_BS`` of whole rows: a document begins where positions restart at 0, in a row's first column, and
-    behind padding.
+    """``documents_BS`` of whole rows: a document begins where positions restart at 0, and with a row's first token.
 
     Padding never begins one, whatever its positions are. Only 2-D ids say where documents begin: ids of several axes
     (mRoPE) restart at every image. Reads whether there is anything to number: on the host for tensors that lie there.
@@ -58,9 +57,8 @@ def number_documents(position_ids_BS: Tensor, is_real_BS: Tensor | None) -> Tens
     begins = position_ids_BS == 0
     begins[:, 0] = True
     if is_real_BS is not None:
-        begins[:, 1:] |= ~is_real_BS[:, :-1]
         begins &= is_real_BS
-    documents = begins.cumsum(dim=1) - 1
+    documents = (begins.cumsum(dim=1) - 1).clamp(min=0)  # positions behind padding may run on from it
     if is_real_BS is not None:
         documents = documents.masked_fill(~is_real_BS, PADDING)
     return documents if bool((documents != 0).any()) else None
