@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -25,6 +25,8 @@ from moesaic.config.run_folder import is_complete
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
 EXIT_INCOMPLETE = 1
+# Fields that a verification doesn't look at: it makes its own documents, and a folder of its own.
+UNREAD_BY_VERIFY = frozenset({"train_dataset", "eval_dataset", "resume_from_checkpoint", "max_steps", "dump"})
 
 app = typer.Typer(
     name="moesaic",
@@ -38,6 +40,8 @@ RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML fil
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe fields to set, e.g. dist_config.ep_size=4.")
 ]
+Against = Literal["hf", "single"]
+Shrink = Literal["auto", "always", "never"]
 Nproc = Annotated[int | None, typer.Option("--nproc", min=1, help="Local processes to start; not under a launcher.")]
 
 
@@ -110,6 +114,48 @@ def train(
     from moesaic.train.loop import train as train_rank
 
     runtime.run_rank(train_rank, checked, is_verbose)
+
+
+@app.command()
+def verify(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks; default: as the recipe implies.")] = None,
+    against: Annotated[
+        Against, typer.Option("--against", help="hf: plain transformers. single: moesaic. Both in one process.")
+    ] = "hf",
+    shrink: Annotated[
+        Shrink, typer.Option("--shrink", help="A small copy of the model: auto (where it doesn't fit), always, never.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of a table.")] = False,
+) -> None:
+    """Prove that a recipe's topology computes what one process computes, in fp32, on generated documents.
+
+    Loss, every gradient, the norm, weights after two steps, and a checkpoint's way out and back. Starts local
+    processes, or runs under torchrun. Exit code 0: proven, 1: not (what differs, and which axis explains it), 2: a bad
+    recipe.
+    """
+    if runtime.under_launcher():
+        if world is not None and world != runtime.world_size_from_launcher():
+            _fail(f"--world {world}: a launcher has started {runtime.world_size_from_launcher()} processes; drop it.")
+        world = runtime.world_size_from_launcher()
+    checked, world = _load_to_verify(recipe, overrides, world)
+    from moesaic.verify.report import REPORT, load_verdict
+    from moesaic.verify.run import folder_of, prepare, run_on_rank
+
+    if not runtime.under_launcher():
+        try:
+            prepare(checked, against=against, shrink=shrink, world_size=world)
+        except ValueError as error:
+            _fail(str(error))
+    if world > 1 and not runtime.under_launcher():
+        options = [f"--world={world}", f"--against={against}", f"--shrink={shrink}", *(["--json"] if as_json else [])]
+        command = ["-m", "moesaic.cli", "verify", str(recipe), *(overrides or []), *options]
+        code = runtime.launch(command, world, folder_of(checked) / "logs")
+        if code:
+            raise typer.Exit(code)
+        raise typer.Exit(0 if load_verdict(folder_of(checked) / REPORT) else EXIT_DIFFERENT)
+    runtime.run_rank(run_on_rank, checked, against, shrink, as_json)
 
 
 @app.command()
@@ -239,6 +285,18 @@ def _load(
         _fail(str(error))
 
 
+def _load_to_verify(path: Path, overrides: list[str] | None, world: int | None) -> tuple[Recipe, int]:
+    """The recipe, without its data and the state of its folder, which nothing here reads; and the number of ranks."""
+    try:
+        checked = load_recipe(path, overrides or [], world_size=world, ignored=UNREAD_BY_VERIFY)
+    except RecipeError as error:
+        _fail(str(error))
+    world = world or _implied_world_size(checked)
+    if world is None:
+        _fail("The number of ranks isn't known, and all of this is about them: give --world N.")
+    return checked, world
+
+
 def _refuse_nproc(nproc: int | None) -> None:
     """Under a launcher."""
     if nproc is not None:
@@ -261,19 +319,22 @@ def _implied_world_size(recipe: Recipe) -> int | None:
 
 def _sizes_table(recipe: Recipe, sizes: ParallelSizes) -> str:
     """The three views' axes, and how a global batch is cut."""
-    micro, count = recipe.micro_batch_size, num_micro_batches(recipe, sizes)
-    sequences = micro * sizes.dp_size * count
     rows = [
         ("ranks", f"{sizes.world_size}"),
         ("data", f"dp {sizes.dp_size} x cp {sizes.cp_size} x tp {sizes.tp_size}"),
         ("dense", f"mp_replicate {sizes.mp_replicate_size} x mp_shard {sizes.mp_shard_size} x tp {sizes.tp_size}"),
         ("expert", f"edp {sizes.edp_size} x efsdp {sizes.efsdp_size} x ep {sizes.ep_size}"),
-        (
-            "batch",
-            f"{sequences} sequences = micro {micro} x dp {sizes.dp_size} x {count} micro-batches",
-        ),
+        ("batch", _batch_text(recipe, sizes)),
     ]
     return "\n".join(f"  {name:<8}{text}" for name, text in rows)
+
+
+def _batch_text(recipe: Recipe, sizes: ParallelSizes) -> str:
+    if recipe.micro_batch_tokens is not None:
+        count, most = recipe.global_batch_size, recipe.micro_batch_tokens
+        return f"{count} samples over dp {sizes.dp_size}, in micro-batches of at most {most} tokens"
+    micro, count = recipe.micro_batch_size, num_micro_batches(recipe, sizes)
+    return f"{micro * sizes.dp_size * count} sequences = micro {micro} x dp {sizes.dp_size} x {count} micro-batches"
 
 
 if __name__ == "__main__":

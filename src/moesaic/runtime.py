@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
 import uuid
@@ -168,7 +169,7 @@ def run_rank(fn: Callable[Params, None], *args: Params.args, **kwargs: Params.kw
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if _is_child_of_launch():
+    if is_child_of_launch():
         _end_with_parent()
     try:
         record(fn)(*args, **kwargs)
@@ -183,7 +184,7 @@ def run_rank(fn: Callable[Params, None], *args: Params.args, **kwargs: Params.kw
             _leave(EXIT_INTERRUPTED, "interrupted" if rank_from_launcher() == 0 else "")
         # launch() shows the rank that failed first, and only that one.
         report = str(error) if is_bare else traceback.format_exc()
-        _leave(EXIT_FAILED, "" if _is_child_of_launch() else report)
+        _leave(EXIT_FAILED, "" if is_child_of_launch() else report)
 
 
 @contextmanager
@@ -253,7 +254,36 @@ def launch(command: Sequence[str], nproc: int, log_dir: Path) -> int:
     return 0
 
 
-def _is_child_of_launch() -> bool:
+def run_alone(command: Sequence[str]) -> None:
+    """Run ``python <command>`` in a process of its own, without peers, and wait for it: as from a plain shell.
+
+    Raises:
+        StartError: it failed; with what it wrote to stderr.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    for name, value in CPU_SETTINGS.items():
+        environment.setdefault(name, value)
+    done = subprocess.run([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise StartError(done.stderr.strip() or f"{' '.join(command)}: exit code {done.returncode}")
+
+
+def free_memory_bytes(kind: str) -> int:
+    """Memory that device type ``kind`` could still give: of the host (``cpu``), or of this rank's accelerator."""
+    if kind == "cpu":
+        facts = Path("/proc/meminfo")
+        if facts.is_file():
+            line = next(line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:"))
+            return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    import torch
+
+    return int(torch.get_device_module(kind).mem_get_info()[0])
+
+
+def is_child_of_launch() -> bool:
+    """Whether ``launch`` started this process: then the process that called it waits, and says how it went."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith("moesaic-")
 
 

@@ -53,6 +53,13 @@ def test_check_shows_the_sizes(recipe: Path) -> None:
     }
 
 
+def test_check_shows_micro_batches_by_tokens(recipe: Path) -> None:
+    changes = ("micro_batch_size=1", "micro_batch_tokens=4096", "global_batch_size=30")
+    result = run("check", recipe, "--world", 4, *changes)
+    assert result.exit_code == 0, result.output
+    assert "batch   30 samples over dp 4, in micro-batches of at most 4096 tokens" in result.stdout
+
+
 def test_check_takes_the_ranks_from_the_recipe_or_says_they_are_unknown(recipe: Path) -> None:
     assert "ranks   8" in run("check", recipe, "dp_size=8").stdout
     unknown = run("check", recipe)

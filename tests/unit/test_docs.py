@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 from torch.distributed.tensor import Shard
 
+from moesaic.dispatch import DISPATCHERS
 from moesaic.ops.placements import blocks_at, local_shape
+from moesaic.specs import refusal
+from tests.families.configs import MODEL_TYPES
+from tests.families.matrix import TOPOLOGIES, build_cells
+from tests.families.pages import render_composed
 from tests.oracle.cells import TOLERANCES
 from tests.oracle.test_parity import CELLS
 from tests.oracle.test_transformers import UNSUPPORTED
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [ROOT / "docs" / name for name in ("tour.md", "numerics.md", "faults.md")]
+DOCS = [ROOT / "docs" / name for name in ("tour.md", "numerics.md", "faults.md", "verify.md")]
 MAX_LINE_LENGTH = 120
 
 
@@ -61,7 +66,7 @@ def rows_below(text: str, first_cell: str) -> list[list[str]]:
 @pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
 def test_every_named_function_exists(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    assert len(re.findall(r"\.py::", text)) > 20
+    assert len(re.findall(r"\.py::", text)) > (10 if document.name == "verify.md" else 20)
     assert missing_references(text) == []
 
 
@@ -90,6 +95,42 @@ def test_numerics_lists_every_parity_cell() -> None:
     reasons = dict(re.findall(r"^- \((\w)\) (.+)$", text, flags=re.MULTILINE))
     written = {name.strip("`"): reasons[cell[4]] for name, *_, cell in rows if cell != "yes"}
     assert written == in_full(UNSUPPORTED)
+
+
+def family_rows(page: str) -> list[list[str]]:
+    return rows_below((ROOT / "docs" / page).read_text(encoding="utf-8"), "family")
+
+
+def test_the_pages_of_families_have_them_all() -> None:
+    """`make matrix` writes them; a new family, or one that is refused now, needs it again."""
+    families, parity = family_rows("families.md"), family_rows("parity.md")
+    assert [row[0].strip("`") for row in families] == list(MODEL_TYPES)
+    assert [row[0].strip("`") for row in parity[:-1]] == list(MODEL_TYPES)
+    for (name, lm_class, special), (_, *cells) in zip(families, parity[:-1], strict=True):
+        reason = refusal(name.strip("`"))
+        assert (lm_class == "-") == (reason is not None), name
+        if reason is not None:
+            assert special == f"refused: {reason}" and all(cell.startswith("refused: ") for cell in cells)
+
+
+def test_parity_has_every_cell_within_its_bound() -> None:
+    """Where rounding alone moves gradients further, (f), the floor below the table makes the bound."""
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    header, *_ = [line for line in text.splitlines() if line.startswith("| family |")]
+    assert [cell.strip() for cell in header.strip("|").split("|")][1:] == list(build_cells(TOPOLOGIES, DISPATCHERS))
+    floors = {
+        name: float(floor) for name, floor in re.findall(r"^- \(f\) `(\w+)`: floor (\S+)$", text, flags=re.MULTILINE)
+    }
+    numbers = {row[0] for row in rows_below(text, "refused")}
+    for name, *cells in family_rows("parity.md")[:-1]:
+        bound = max(TOLERANCES["grads"], 2 * floors.get(name.strip("`"), 0.0))
+        for cell in cells:
+            is_refused = cell.startswith("refused: ")
+            assert cell.removeprefix("refused: ") in numbers if is_refused else float(cell.split()[0]) <= bound, name
+
+
+def test_parity_lists_the_composed_topologies() -> None:
+    assert (ROOT / "docs" / "parity.md").read_text(encoding="utf-8").endswith(render_composed())
 
 
 def in_full(reasons: dict[str, str]) -> dict[str, str]:

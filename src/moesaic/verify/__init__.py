@@ -1,1 +1,1 @@
-"""Comparing what two runs left behind."""
+"""What proves a topology (``moesaic verify``), and compares what two runs left behind (``moesaic diff``)."""
