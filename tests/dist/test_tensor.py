@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def loss_of_columns(rank: int, vocabulary: int) -> tuple[float, float]:
     (0.5 * expected).backward()
     chunk = -(-vocabulary // dist.get_world_size())
     own = logits[..., rank * chunk : (rank + 1) * chunk].clone().requires_grad_()
-    loss = token_loss_sum(own, labels, VocabularyShard(group=world(), first=rank * chunk))
+    loss = token_loss_sum(own, labels, VocabularyShard(group=world(), first=rank * chunk, size=vocabulary))
     (0.5 * loss).backward()
     assert own.grad is not None and whole.grad is not None
     grad = whole.grad[..., rank * chunk : (rank + 1) * chunk]
@@ -83,7 +84,7 @@ def test_the_loss_of_columns_is_the_loss_of_whole_logits(run_ranks: RunRanks, wo
 
 def loss_without_labels(rank: int) -> tuple[float, bool]:
     own = torch.randn(1, 3, 4).requires_grad_()
-    loss = token_loss_sum(own, torch.full((1, 3), -100), VocabularyShard(group=world(), first=4 * rank))
+    loss = token_loss_sum(own, torch.full((1, 3), -100), VocabularyShard(group=world(), first=4 * rank, size=8))
     loss.backward()
     assert own.grad is not None
     return loss.item(), bool((own.grad == 0).all())
@@ -91,6 +92,16 @@ def loss_without_labels(rank: int) -> tuple[float, bool]:
 
 def test_no_labels_are_no_loss(run_ranks: RunRanks) -> None:
     assert run_ranks(loss_without_labels, 2) == [(0.0, True)] * 2
+
+
+def loss_of_an_unknown_label(rank: int, label: int) -> float:
+    shard = VocabularyShard(group=world(), first=4 * rank, size=8)
+    return token_loss_sum(torch.zeros(1, 2, 4), torch.tensor([[1, label]]), shard).item()
+
+
+@pytest.mark.parametrize("label", [8, -1])
+def test_a_label_of_no_column_has_no_finite_loss(run_ranks: RunRanks, label: int) -> None:
+    assert all(math.isnan(loss) for loss in run_ranks(loss_of_an_unknown_label, 2, label))
 
 
 def refusal(rank: int, family: str, changes: dict[str, Any], tp_size: int) -> str:
@@ -111,8 +122,10 @@ def refusal(rank: int, family: str, changes: dict[str, Any], tp_size: int) -> st
     [
         ("qwen3_moe", {"num_attention_heads": 3, "num_key_value_heads": 3}, "3 heads"),
         ("qwen3_moe", {"num_attention_heads": 6, "num_key_value_heads": 3}, "3 key and value heads"),
+        ("qwen3_moe", {"vocab_size": 1}, "a vocabulary of 1 leaves ranks without rows"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 47}, "gate_proj has 47 outputs"),
-        ("olmoe", {}, "q_norm.weight spans the heads"),
+        ("olmoe", {"num_key_value_heads": 1}, "1 key and value heads"),
+        ("gemma4_text", {}, "embed_tokens_per_layer (Gemma4TextScaledWordEmbedding): a second embedding"),
         ("gpt_oss", {}, "sinks spans the heads"),
     ],
 )

@@ -177,7 +177,7 @@ def run_router_cell(rank: int, cell: Cell, reference: Reference, case: RouterCas
                 shares = {"loss": result.loss_share, **({} if router is None else router.shares())}
                 for key, share in shares.items():
                     total = share.clone()
-                    dist.all_reduce(total)
+                    dist.all_reduce(total, group=meshes.tokens.get_group() if key == "loss" else None)
                     errors[key] = (abs(total.item() - expected[key]) / expected[key], key)
                 errors["norms"] = (abs(result.grad_norm - expected["norm"]) / expected["norm"], "norm")
         errors[name] = worst(model.state_dict(), expected[name])

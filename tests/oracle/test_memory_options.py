@@ -26,9 +26,10 @@ from tests.pool import RunRanks
 
 QWEN3, LONG = Case(), Case(num_documents=16)
 QWEN2, SEVEN = Case(family="qwen2_moe"), Case(num_experts=7)
-EP2, EP4 = {"ep_size": 2}, {"ep_size": 4}
+EP2, EP4, TP2 = {"ep_size": 2}, {"ep_size": 4}, {"ep_size": 2, "tp_size": 2}
 HSDP = {"ep_size": 2, "mp_replicate_size": 2}
 IGNORED = ("model.layers.*.self_attn", "model.embed_tokens")
+NOT_SPLIT = ("model.norm", "model.layers.*.mlp.gate", "model.layers.*.self_attn.q_norm")
 MLP = ("model.layers.*.mlp",)
 
 
@@ -145,6 +146,10 @@ CELLS: dict[str, tuple[Case, Cell]] = {
         QWEN3,
         Cell(world_size=4, sizes=EP2, options=options(hook_modules=MLP, offload=True, fsdp_ignored_modules=IGNORED)),
     ),
+    # With tensor parallelism.
+    "unsharded-2-tp2": (QWEN3, Cell(world_size=4, sizes=TP2, num_micro_batches=2, accumulation="unsharded")),
+    "ignored-tp2": (QWEN3, Cell(world_size=4, sizes=TP2, options=options(fsdp_ignored_modules=NOT_SPLIT))),
+    "hooks-tp2": (QWEN3, Cell(world_size=4, sizes=TP2, options=options(hook_modules=MLP))),
 }
 
 
@@ -163,6 +168,8 @@ SLOW = {
     "custom-no-reshard",
     "hooks-ep4-checkpointed",
     "hooks-hsdp-shared-expert-unsharded",
+    "ignored-tp2",
+    "hooks-tp2",
 }
 
 

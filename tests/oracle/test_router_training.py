@@ -71,6 +71,17 @@ CELLS: dict[str, tuple[Case, RouterCase, Cell]] = {
     "bias-a-row-ep2": (
         ERNIE, RouterCase(options=RouterOptions(bias_update_rate=0.01)), Cell(world_size=4, sizes=EP2)
     ),
+    "losses-cp2-tp2-ep4-accumulation-2": (
+        LONG, RouterCase(options=LOSSES),
+        Cell(world_size=4, sizes={"cp_size": 2, "tp_size": 2, "ep_size": 4}, layout="packed", num_micro_batches=2),
+    ),
+    "bias-tp2-ep2": (DEEPSEEK, ALL, Cell(world_size=4, sizes={"tp_size": 2, "ep_size": 2})),
+    "frozen-embedding-and-router-tp2": (
+        QWEN3, RouterCase(options=LOSSES, frozen=("model.embed_tokens", GATES)),
+        Cell(
+            world_size=2, sizes={"tp_size": 2}, options=ParallelOptions(frozen_modules=("model.embed_tokens", GATES))
+        ),
+    ),
     "frozen-router": frozen(GATES),
     "frozen-router-losses": frozen(GATES, losses=True),
     "frozen-experts": frozen(EXPERTS, losses=True),

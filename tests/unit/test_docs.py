@@ -59,7 +59,7 @@ def missing_references(text: str) -> list[str]:
 def rows_below(text: str, first_cell: str) -> list[list[str]]:
     """Cells of the table whose header begins with ``first_cell``, header and rule left out."""
     lines = text[text.index(f"| {first_cell} |") :].splitlines()
-    end = next(number for number, line in enumerate(lines) if not line.startswith("|"))
+    end = next((number for number, line in enumerate(lines) if not line.startswith("|")), len(lines))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:end]]
 
 

@@ -48,12 +48,18 @@ def cut_step(lengths_tokens: Sequence[int], step: Iterable[int], dp_size: int, m
     assert longest_first, "a step has at least one sample"
     rows = pack_rows(lengths_tokens, longest_first, max_tokens)
     num_tokens = sum(lengths_tokens[index] for index in longest_first)
+    # Between what the tokens need (two samples above half the budget share no row) and what best fit takes, by halves:
+    # with more rows an even spread fits more easily, so few numbers are tried however large the step.
+    num_large = sum(2 * lengths_tokens[index] > max_tokens for index in longest_first)
+    fewest = max(-(-num_tokens // (max_tokens * dp_size)), -(-num_large // dp_size))
     most = -(-len(rows) // dp_size)
-    for num_rounds in range(-(-num_tokens // (max_tokens * dp_size)), most + 1):
+    while fewest <= most:
+        num_rounds = (fewest + most) // 2
         even = _spread(lengths_tokens, longest_first, num_rounds * dp_size)
         if max(sum(lengths_tokens[index] for index in row) for row in even) <= max_tokens:
-            rows = even
-            break
+            rows, most = even, num_rounds - 1
+        else:
+            fewest = num_rounds + 1
     num_squares = {row: sum(lengths_tokens[index] ** 2 for index in row) for row in rows}
     rows.sort(key=num_squares.__getitem__, reverse=True)
     rows += [()] * (-len(rows) % dp_size)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch.distributed as dist
 
 from moesaic.dispatch.base import Dispatcher, Receipt
 from moesaic.dispatch.eager import EagerDispatcher
 
-__all__ = ["Dispatcher", "Receipt", "build_dispatcher"]
+__all__ = ["DISPATCHERS", "Dispatcher", "Receipt", "build_dispatcher"]
+
+# By name: EP group, experts per rank -> dispatcher. Whatever is here is compared with one process by `make matrix`.
+DISPATCHERS: Mapping[str, Callable[[dist.ProcessGroup, int], Dispatcher]] = MappingProxyType({"eager": EagerDispatcher})
 
 
 def build_dispatcher(name: str, group: dist.ProcessGroup, chunk_size: int) -> Dispatcher:
@@ -16,7 +22,6 @@ def build_dispatcher(name: str, group: dist.ProcessGroup, chunk_size: int) -> Di
     Raises:
         ValueError: unknown name; lists the known ones.
     """
-    dispatchers = {"eager": EagerDispatcher}
-    if name not in dispatchers:
-        raise ValueError(f"ep_dispatcher={name!r}: unknown; choose one of {sorted(dispatchers)}.")
-    return dispatchers[name](group, chunk_size)
+    if name not in DISPATCHERS:
+        raise ValueError(f"ep_dispatcher={name!r}: unknown; choose one of {sorted(DISPATCHERS)}.")
+    return DISPATCHERS[name](group, chunk_size)

@@ -216,9 +216,7 @@ def _apply_path_b(
     set_prefetch_order(cast(FSDPModule, model), [_units(block) for block in blocks])
 
 
-def _apply_tensor_parallel(
-    model: PreTrainedModel, meshes: Meshes, blocks: Sequence[nn.Module]
-) -> list[ParamsOnMesh]:
+def _apply_tensor_parallel(model: PreTrainedModel, meshes: Meshes, blocks: Sequence[nn.Module]) -> list[ParamsOnMesh]:
     """What tp splits, and the mesh over which FSDP shards it further; nothing without tp."""
     if meshes.sizes.tp_size == 1:
         return []

@@ -149,6 +149,13 @@ def _is_at_seam(module: nn.Module) -> bool:
     return inspect.isfunction(forward) and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
+def _knows_its_window(module: nn.Module) -> bool:
+    """Whether attention has its window itself, or passes it on; a family may give it in its masks alone."""
+    forward = inspect.unwrap(type(module).forward)
+    names = [name for const in forward.__code__.co_consts if isinstance(const, tuple) for name in const]
+    return "sliding_window" in vars(module) or "sliding_window" in names
+
+
 def _named_config(config: PreTrainedConfig) -> PreTrainedConfig:
     own = copy.copy(config)
     own._attn_implementation_internal = ATTENTION_FUNCTION  # the property would reach into shared sub-configs
@@ -165,6 +172,11 @@ def _model_problems(model: PreTrainedModel) -> Iterator[str]:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
         yield f"layer_types {', '.join(unknown)} look at positions that a rank doesn't hold; set cp_size and tp_size 1"
+    if getattr(config, "sliding_window", None):
+        blind = {type(m).__name__ for m in find_attentions(model).values() if not _knows_its_window(m)}
+        if blind:
+            names = ", ".join(sorted(blind))
+            yield f"{names}: its sliding window is only in a mask of a rank's own positions; set cp_size and tp_size 1"
     for block in find_text_blocks(model):
         unable = [module for module in block.modules() if _mixes_positions(module)]
         if unable or not any(_is_at_seam(m) or _is_linear_attention(m) for m in block.modules()):
@@ -255,7 +267,8 @@ def attention_forward(
         kwargs.pop(of_own_positions, None)
     compute = partial(_compute_whole, module, state, layout, window, kwargs)
     attend = compute if state.mode is None else partial(state.mode.attend, compute=compute)
-    return attend(query, key, value, sinks), None
+    # Contiguous, as transformers' own attention functions give it: some models take views of it.
+    return attend(query, key, value, sinks).contiguous(), None
 
 
 def _compute_whole(

@@ -18,8 +18,9 @@ The model's own code runs on shorter runs, fewer heads and a narrower MLP, all r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -29,20 +30,31 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from moesaic.ops.runs import gather_runs, sum_runs
+from moesaic.ops.sequence import run_of
 
-COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"})
+COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj", "up_proj"})
 ROWS = frozenset({"o_proj", "down_proj"})
 # Inside attention, on all positions and for all heads: low-rank inputs of what is split.
 WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 KEY_VALUE = frozenset({"k_proj", "v_proj"})
+# Parameters of attention itself with one number per query head.
+PER_HEAD = frozenset({"gate_bias"})
+# Norms of attention that may span all heads of what the matrix gives, and not each head alone.
+NORMS: Mapping[str, str] = MappingProxyType({"q_norm": "q_proj", "k_norm": "k_proj"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyShard:
-    """Which columns of the logits a rank has: those of tokens ``first`` and following; ``group`` has all of them."""
+    """Which columns of the logits a rank has: those of tokens ``first`` and following.
+
+    Attributes:
+        group: whose ranks have all of them between them.
+        size: tokens of the whole vocabulary.
+    """
 
     group: dist.ProcessGroup
     first: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +94,16 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh, blocks: S
     split = [found for block in blocks for found in _find_split_modules(block, names)]
     problems = [p for found in split for p in _problems(found, tp_mesh.size())]
     problems += [f"{names[b]} ({type(b).__name__}): no attention that tp can split" for b in _without(blocks, split)]
+    # The tokens' embedding gives runs; what another one gives, of all positions, would meet them in the blocks.
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
+            problems.append(f"{names[module]} ({type(module).__name__}): a second embedding isn't cut into runs")
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         problems.append(f"{type(model).__name__}: no linear head over a vocabulary")
+    for rows in {model.get_input_embeddings().weight.size(0), getattr(head, "out_features", 1)}:
+        if not _rows_of(rows, tp_mesh.size() - 1, tp_mesh.size())[1]:
+            problems.append(f"{type(model).__name__}: a vocabulary of {rows} leaves ranks without rows")
     if problems:
         raise ValueError(
             f"tp_size={tp_mesh.size()}: {'; '.join(dict.fromkeys(problems))}. Choose a tp_size that divides them, or 1."
@@ -131,7 +150,8 @@ def _problems(found: _SplitModule, tp_size: int) -> Iterator[str]:
         widths = {linears[name].out_features for name in found.columns}
         for name, param in found.module.named_parameters():
             child = name.partition(".")[0]
-            if child not in linears and (child == name or param.size(-1) in widths):
+            is_known = child in linears or name in PER_HEAD or child in _norms_of_all_heads(found)
+            if not is_known and (child == name or param.size(-1) in widths):
                 yield f"{where}: {name} spans the heads"
         yield from _head_problems(found, linears, where, tp_size)
         return
@@ -145,7 +165,7 @@ def _head_problems(found: _SplitModule, linears: dict[str, nn.Linear], where: st
     if num_heads % tp_size:
         yield f"{where}: {num_heads} heads"
     num_kv_heads = _num_kv_heads(found, linears)
-    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+    if num_kv_heads % tp_size and (tp_size % num_kv_heads or "k_norm" in _norms_of_all_heads(found)):
         yield f"{where}: {num_kv_heads} key and value heads"
 
 
@@ -163,6 +183,16 @@ def _num_kv_heads(found: _SplitModule, linears: dict[str, nn.Linear]) -> int:
     return int(linears["k_proj"].out_features // cast(Any, found.module).head_dim)
 
 
+def _norms_of_all_heads(found: _SplitModule) -> dict[str, nn.Module]:
+    """Norms over the whole output of a split matrix, with one weight each; none in an MLP."""
+    norms = {name: child for name, child in found.module.named_children() if NORMS.get(name) in found.columns}
+    return {
+        name: norm
+        for name, norm in norms.items()
+        if [p.shape for p in norm.parameters()] == [(found.linear(NORMS[name]).out_features,)]
+    }
+
+
 def _apply_to_module(found: _SplitModule, tp_mesh: DeviceMesh) -> None:
     group, module = tp_mesh.get_group(), found.module
     linears = {name: found.linear(name) for name in (*found.columns, found.rows)}
@@ -177,9 +207,25 @@ def _apply_to_module(found: _SplitModule, tp_mesh: DeviceMesh) -> None:
             _split(linears[name], {"weight": 0, "bias": 0}, tp_mesh)
     if found.is_attention and num_kv_heads % tp_mesh.size():
         cast(Any, module).num_key_value_groups = _num_heads(found) // tp_mesh.size()
+    for norm in _norms_of_all_heads(found).values():
+        _apply_to_norm(norm, tp_mesh)
+    per_head = PER_HEAD & module._parameters.keys() if found.is_attention else frozenset()
+    if per_head:
+        _split(module, dict.fromkeys(sorted(per_head), 0), tp_mesh)
     _split(linears[found.rows], {"weight": 1}, tp_mesh)
     _sum_outputs(linears[found.rows], group)
     module.register_forward_pre_hook(_gather_inputs(group), with_kwargs=True)
+
+
+def _apply_to_norm(norm: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Every rank computes the norm of all heads, gathered, and keeps its own: a weight's gradient is there alone."""
+    group, rank = tp_mesh.get_group(), tp_mesh.get_local_rank()
+
+    def keep_own(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return run_of(output, rank, group.size())
+
+    norm.register_forward_pre_hook(lambda module, args: (gather_runs(args[0], group, args[0].ndim - 1), *args[1:]))
+    norm.register_forward_hook(keep_own)
 
 
 def _apply_to_vocabulary(model: PreTrainedModel, head: nn.Linear, tp_mesh: DeviceMesh) -> None:
@@ -193,7 +239,7 @@ def _apply_to_vocabulary(model: PreTrainedModel, head: nn.Linear, tp_mesh: Devic
     _look_up_own_rows(embedding, first, num_rows, group)
     model.get_decoder().register_forward_hook(_gather_hidden_states(group))
     chunk_first, _ = _rows_of(head.weight.size(0), rank, tp_mesh.size())
-    cast(Any, model).vocabulary_shard = VocabularyShard(group=group, first=chunk_first)
+    cast(Any, model).vocabulary_shard = VocabularyShard(group=group, first=chunk_first, size=head.weight.size(0))
 
 
 def _rows_of(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -245,14 +291,16 @@ def _sum_outputs(linear: nn.Linear, group: dist.ProcessGroup) -> None:
         module._parameters["bias"] = None
 
     def sum_and_add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        bias = kept.pop()
-        module._parameters["bias"] = bias
         run = sum_runs(output, group, output.ndim - 2)
-        return run if bias is None else run + bias
+        return run if kept[-1] is None else run + kept[-1]
+
+    def restore(module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters["bias"] = kept.pop()
 
     kept: list[nn.Parameter | None] = []
     linear.register_forward_pre_hook(without_bias)
     linear.register_forward_hook(sum_and_add)
+    linear.register_forward_hook(restore, always_call=True)  # recomputation may stop in here
 
 
 def _gather_inputs(group: dist.ProcessGroup) -> Callable[..., Any]:
@@ -280,16 +328,22 @@ def _take_columns(first: int, num_columns: int) -> Callable[..., Any]:
 
 
 def _look_up_own_rows(embedding: nn.Embedding, first: int, num_rows: int, group: dist.ProcessGroup) -> None:
-    """The table holds rows ``first`` and following: other tokens give zeros, and the ranks' sum is cut into runs."""
-    others: list[Tensor] = []
+    """The table holds rows ``first`` and following: other tokens give zeros, and the ranks' sum is cut into runs.
+
+    A token of no rank's rows gives NaN, so that no step is taken with it; one process would fail.
+    """
+    fills: list[tuple[Tensor, Tensor]] = []
 
     def to_rows(module: nn.Module, args: Any) -> Any:
         rows = args[0] - first
-        others.append((rows < 0) | (rows >= num_rows))
-        return (rows.clamp(0, max(0, num_rows - 1)), *args[1:])
+        fills[:] = [((rows < 0) | (rows >= num_rows), (args[0] < 0) | (args[0] >= num_tokens))]
+        return (rows.clamp(0, num_rows - 1), *args[1:])
 
     def sum_rows(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return sum_runs(output.masked_fill(others.pop()[..., None], 0.0), group, 1)
+        is_other, is_unknown = (mask[..., None] for mask in fills.pop())
+        return sum_runs(output.masked_fill(is_other, 0.0).masked_fill(is_unknown, float("nan")), group, 1)
+
+    num_tokens = embedding.num_embeddings
 
     if embedding.padding_idx is not None:  # the row whose gradient torch leaves out
         row = embedding.padding_idx - first

@@ -24,13 +24,11 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Vocabulary
         labels_BS: [B, S] int64, the target **of** each position (already shifted); -100 counts nothing.
         vocabulary: which columns the logits have, where a group of ranks shares them; every rank of it must call, with
             the same labels, and gets the same loss, two all-reduces of B * S numbers later. Its backward gives each
-            rank the gradient of its own columns, and sends nothing.
+            rank the gradient of its own columns, and sends nothing. NaN where a label is of no rank's columns.
     """
     if vocabulary is not None:
-        flat: Tensor = _LossOfColumns.apply(
-            logits_BSV.float().flatten(0, -2), labels_BS.flatten(), vocabulary.first, vocabulary.group
-        )
-        return flat
+        loss: Tensor = _LossOfColumns.apply(logits_BSV.float().flatten(0, -2), labels_BS.flatten(), vocabulary)
+        return loss
     return F.cross_entropy(
         logits_BSV.float().flatten(0, -2), labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -40,7 +38,8 @@ class _LossOfColumns(torch.autograd.Function):
     """Cross-entropy of logits [N, V / T] whose columns lie on T ranks; never a gathered [N, V]."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, vocabulary: VocabularyShard) -> Tensor:
+        first, group = vocabulary.first, vocabulary.group
         largest_N = logits_NV.amax(dim=-1)
         dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
         columns_N = labels_N - first
@@ -52,14 +51,15 @@ class _LossOfColumns(torch.autograd.Function):
         log_sum_N = largest_N + sums_2N[0].log()
         counts_N = labels_N != IGNORE_INDEX
         ctx.save_for_backward(logits_NV, log_sum_N, columns_N, is_mine_N, counts_N)
-        return ((log_sum_N - sums_2N[1]) * counts_N).sum()
+        is_unknown_N = counts_N & ((labels_N < 0) | (labels_N >= vocabulary.size))
+        return ((log_sum_N - sums_2N[1]) * counts_N).masked_fill(is_unknown_N, float("nan")).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, log_sum_N, columns_N, is_mine_N, counts_N = ctx.saved_tensors
         grad_NV = (logits_NV - log_sum_N[:, None]).exp()
         grad_NV.scatter_add_(-1, columns_N[:, None], -is_mine_N.to(grad_NV.dtype)[:, None])
-        return grad_NV * (grads[0] * counts_N)[:, None], None, None, None
+        return grad_NV * (grads[0] * counts_N)[:, None], None, None
 
 
 def count_loss_tokens(labels_BS: Tensor) -> Tensor:
