@@ -34,14 +34,10 @@ SAMPLE = {
     ("qwen3_moe", "kept-ep2"),
     ("qwen3_moe", "hsdp-ep2"),
     ("qwen3_moe", "bf16-ep2-tp2"),
-    ("qwen3_moe", "ep2-tp4"),
     ("qwen3_moe", "fsdp-ep2-cp2"),
     ("qwen3_moe", "hsdp-ep2-tp2"),
-    ("qwen3_moe", "path-a-cp2-tp2"),
     ("qwen3_moe", "dp2-cp2-tp2-ep4"),
     ("deepseek_v3", "fsdp-ep4-tp2"),
-    ("deepseek_v3", "ep2-cp2-tp2"),
-    ("qwen3_5_moe", "custom-ep4-tp2"),
     ("qwen3_5_moe", "ep4-cp2-tp2"),
 }
 

@@ -106,3 +106,18 @@ def test_the_same_on_any_ranks_and_resumed(run_ranks, source: Path, tmp_path: Pa
     elif fields["train_dataset"].get("streaming"):
         lines = (tmp_path / "one" / "data_report_0.jsonl").read_text().splitlines()
         assert {json.loads(line)["index"] for line in lines} == {3}
+
+
+def refused_on_rank(rank: int, fields: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        train(Recipe.model_validate(fields))
+    return str(error.value)
+
+
+def test_tokens_beyond_the_models_vocabulary_are_refused(run_ranks, source: Path, tmp_path: Path) -> None:
+    """With tensor parallelism nothing else would say so: such a token is in no rank's rows."""
+    save_tiny(tmp_path / "model", "qwen3_moe", vocab_size=64)
+    build_tokenizer(MARKED).save_pretrained(tmp_path / "model")
+    fields = fields_of(source, tmp_path / "run", train_dataset={"path": str(source / "one.jsonl")})
+    for message in run_ranks(refused_on_rank, 2, fields | {"model": str(tmp_path / "model"), "tp_size": 2}):
+        assert f"{source / 'one.jsonl'}: token " in message and "beyond the model's vocabulary of 64" in message

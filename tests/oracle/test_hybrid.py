@@ -110,6 +110,7 @@ def compare(name: str, floors: dict[str, dict[str, float]], run_ranks: RunRanks,
     assert not too_large, f"beyond {bounds}: {too_large}; floor {floor}"
 
 
+@pytest.mark.slow  # `make test` has hybrid cells without a floor in tests/oracle/test_topologies.py
 @pytest.mark.parametrize("name", CELLS)
 def test_hybrid_models_over_shared_sequences(
     name: str, floors: dict[str, dict[str, float]], run_ranks: RunRanks, reference_root: Path
@@ -125,6 +126,7 @@ def test_more_hybrid_models_over_shared_sequences(
     compare(name, floors, run_ranks, reference_root)
 
 
+@pytest.mark.slow
 def test_floors_of_gradients_are_below_their_tolerance(floors: dict[str, dict[str, float]]) -> None:
     """What is wrong shows in the gradients: there the tolerances themselves are the bounds."""
     for name, floor in floors.items():

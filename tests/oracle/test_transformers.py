@@ -34,16 +34,12 @@ SUPPORTED = sorted(set(CELLS) - set(UNSUPPORTED))
 SAMPLE = {
     "ep4-efsdp1-all-ranks-are-ep",
     "ep2-efsdp2",
-    "hsdp2-ep2",
     "hsdp2-ep2-efsdp2-8-ranks",
     "path-a-7-experts",
-    "path-a-hsdp2",
     "expert-and-rank-receive-nothing",
     "accumulation-4",
     "checkpointed-ep4-packed",
-    "tied-embeddings",
     "qwen2-shared-expert-ep2",
-    "mixtral-ep2",
     "hybrid-ep2",
 }
 

@@ -60,7 +60,14 @@ RIGHT = (
 )
 
 
-@pytest.mark.parametrize("verification", RIGHT, ids=lambda one: one.name)
+# Run by `make test`; the others by `make test-slow`.
+SAMPLE = {"aux", "single", "tp", "cp", "path-a"}
+
+
+@pytest.mark.parametrize(
+    "verification",
+    [pytest.param(one, marks=[] if one.name in SAMPLE else [pytest.mark.slow], id=one.name) for one in RIGHT],
+)
 def test_right_topologies_are_proven(verification: Verification, run_ranks: RunRanks, reference_root: Path) -> None:
     folder = prepare_folder(verification, reference_root, run_ranks)
     reports = run_ranks(verify, verification.world_size, folder)

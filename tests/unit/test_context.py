@@ -266,6 +266,14 @@ def test_models_that_cannot_share_sequences(family: str, cp_size: int, message: 
         apply_context_parallel(build_model(family), fake_meshes(cp_size=cp_size))
 
 
+def test_a_window_that_only_a_mask_has_is_refused() -> None:
+    config = tiny_config("phimoe")
+    config.sliding_window = 5
+    model = build_on_meta(config, attn_implementation=None, dtype=torch.float32)
+    with pytest.raises(ValueError, match="PhimoeAttention: its sliding window is only in a mask"):
+        apply_context_parallel(model, fake_meshes(cp_size=2))
+
+
 def test_a_convolution_beside_attention_is_refused() -> None:
     model = build_model()
     model.get_decoder().layers[1].self_attn.conv = nn.Conv1d(4, 4, 3)

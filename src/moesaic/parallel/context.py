@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch.distributed as dist
@@ -77,16 +78,19 @@ class Ulysses:
         return positions_to_heads(out, self.group)
 
 
+# Modes by the name that a recipe gives (``cp_mode``); an entry is all that a new one needs.
+MODES: Mapping[str, Callable[[dist.ProcessGroup], Mode]] = MappingProxyType({"ulysses": Ulysses})
+
+
 def build_mode(name: str, group: dist.ProcessGroup) -> Mode:
     """The mode called ``name`` over a cp group.
 
     Raises:
         ValueError: unknown name; lists the known ones.
     """
-    modes: dict[str, Callable[[dist.ProcessGroup], Mode]] = {"ulysses": Ulysses}
-    if name not in modes:
-        raise ValueError(f"cp_mode={name!r}: unknown; choose one of {sorted(modes)}.")
-    return modes[name](group)
+    if name not in MODES:
+        raise ValueError(f"cp_mode={name!r}: unknown; choose one of {sorted(MODES)}.")
+    return MODES[name](group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,8 @@ def _is_at_seam(module: nn.Module) -> bool:
 def _knows_its_window(module: nn.Module) -> bool:
     """Whether attention has its window itself, or passes it on; a family may give it in its masks alone."""
     forward = inspect.unwrap(type(module).forward)
-    names = [name for const in forward.__code__.co_consts if isinstance(const, tuple) for name in const]
+    consts = forward.__code__.co_consts
+    names = [name for const in consts for name in (const if isinstance(const, tuple) else (const,))]
     return "sliding_window" in vars(module) or "sliding_window" in names
 
 
@@ -173,9 +178,11 @@ def _model_problems(model: PreTrainedModel) -> Iterator[str]:
     if unknown:
         yield f"layer_types {', '.join(unknown)} look at positions that a rank doesn't hold; set cp_size and tp_size 1"
     if getattr(config, "sliding_window", None):
-        blind = {type(m).__name__ for m in find_attentions(model).values() if not _knows_its_window(m)}
+        attentions = list(find_attentions(model).values())
+        # A class, not a module: layers of full attention may lack the attribute.
+        blind = {type(m) for m in attentions} - {type(m) for m in attentions if _knows_its_window(m)}
         if blind:
-            names = ", ".join(sorted(blind))
+            names = ", ".join(sorted(kind.__name__ for kind in blind))
             yield f"{names}: its sliding window is only in a mask of a rank's own positions; set cp_size and tp_size 1"
     for block in find_text_blocks(model):
         unable = [module for module in block.modules() if _mixes_positions(module)]

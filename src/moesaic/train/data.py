@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from moesaic.config import DatasetConfig, Recipe, num_micro_batches
 from moesaic.data import (
@@ -89,7 +89,7 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
     eval_loaders: dict[str, EvalLoader | TokenEvalLoader] = {}
     eval_reports = []
     for name, config in zip(eval_names(recipe.eval_dataset), recipe.eval_dataset, strict=True):
-        dataset, report = _build_dataset(config, tokenizer, recipe.cutoff_len, stage)
+        dataset, report = _build_dataset(config, tokenizer, recipe, stage)
         eval_loaders[name] = (TokenEvalLoader if by_tokens else EvalLoader)(dataset, **common)
         eval_reports.append(report)
     if any(config.streaming for config in recipe.train_dataset):
@@ -103,7 +103,7 @@ def build_data(recipe: Recipe, meshes: Meshes, tokenizer: PreTrainedTokenizerBas
             eval_reports=tuple(eval_reports),
             streams=streams,
         )
-    built = [_build_dataset(config, tokenizer, recipe.cutoff_len, stage) for config in recipe.train_dataset]
+    built = [_build_dataset(config, tokenizer, recipe, stage) for config in recipe.train_dataset]
     mixed = MixedDataset([dataset for dataset, _ in built], _weights(recipe), recipe.seed)
     return RunData(
         loader=(TokenBatchLoader if by_tokens else BatchLoader)(built[0][0] if len(built) == 1 else mixed, **training),
@@ -144,9 +144,19 @@ def _weights(recipe: Recipe) -> list[float] | None:
 
 
 def _build_dataset(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, cutoff_len: int, stage: Stage
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, stage: Stage
 ) -> tuple[TokenizedDataset, DataReport]:
-    return build_dataset(config.path, tokenizer, cutoff_len, stage=stage, split=config.split, format_name=config.format)
+    dataset, report = build_dataset(
+        config.path, tokenizer, recipe.cutoff_len, stage=stage, split=config.split, format_name=config.format
+    )
+    vocab_size = AutoConfig.from_pretrained(recipe.model).get_text_config().vocab_size
+    largest = max((max(sample.input_ids) for sample in dataset.samples), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{config.path}: token {largest} is beyond the model's vocabulary of {vocab_size}: the tokenizer in "
+            f"{recipe.model} is of another model, or has grown. Put the model's own there, or resize its embeddings."
+        )
+    return dataset, report
 
 
 def _build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, stage: Stage) -> tuple[StreamSource, ...]:
