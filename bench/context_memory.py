@@ -102,6 +102,8 @@ def main() -> None:
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.nproc == 4 and any(row["ratio"] > AIM for row in results.values()):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

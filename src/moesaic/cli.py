@@ -18,6 +18,7 @@ from moesaic.config import (
     num_micro_batches,
     resolve_sizes,
 )
+from moesaic.config.check import MODEL_FILES
 from moesaic.config.foreign import TOOLS, render, translate
 from moesaic.config.load import apply_overrides, build_recipe, read_mapping
 from moesaic.config.run_folder import is_complete
@@ -26,7 +27,9 @@ EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
 EXIT_INCOMPLETE = 1
 # Fields that a verification doesn't look at: it makes its own documents, and a folder of its own.
-UNREAD_BY_VERIFY = frozenset({"train_dataset", "eval_dataset", "resume_from_checkpoint", "max_steps", "dump"})
+UNREAD_BY_VERIFY = frozenset(
+    {"train_dataset", "eval_dataset", "resume_from_checkpoint", "max_steps", "dump", MODEL_FILES}
+)
 
 app = typer.Typer(
     name="moesaic",
@@ -132,8 +135,8 @@ def verify(
     """Prove that a recipe's topology computes what one process computes, in fp32, on generated documents.
 
     Loss, every gradient, the norm, weights after two steps, and a checkpoint's way out and back. Starts local
-    processes, or runs under torchrun. Exit code 0: proven, 1: not (what differs, and which axis explains it), 2: a bad
-    recipe.
+    processes, or runs under torchrun. Exit code 0: proven, 1: not (what differs, and which axis explains it), 2:
+    nothing was compared.
     """
     if runtime.under_launcher():
         if world is not None and world != runtime.world_size_from_launcher():
@@ -146,16 +149,21 @@ def verify(
     if not runtime.under_launcher():
         try:
             prepare(checked, against=against, shrink=shrink, world_size=world)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             _fail(str(error))
     if world > 1 and not runtime.under_launcher():
         options = [f"--world={world}", f"--against={against}", f"--shrink={shrink}", *(["--json"] if as_json else [])]
         command = ["-m", "moesaic.cli", "verify", str(recipe), *(overrides or []), *options]
         code = runtime.launch(command, world, folder_of(checked) / "logs")
-        if code:
-            raise typer.Exit(code)
+        if code:  # a rank failed, and has said so: nothing was compared
+            raise typer.Exit(EXIT_USAGE if code == 1 else code)
         raise typer.Exit(0 if load_verdict(folder_of(checked) / REPORT) else EXIT_DIFFERENT)
-    runtime.run_rank(run_on_rank, checked, against, shrink, as_json)
+    try:
+        runtime.run_rank(run_on_rank, checked, against, shrink, as_json)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            _fail(end.code)
+        raise
 
 
 @app.command()
@@ -294,6 +302,13 @@ def _load_to_verify(path: Path, overrides: list[str] | None, world: int | None) 
     world = world or _implied_world_size(checked)
     if world is None:
         _fail("The number of ranks isn't known, and all of this is about them: give --world N.")
+    num_devices = runtime.count_local_devices()
+    if not runtime.under_launcher() and world > num_devices:
+        _fail(
+            f"{world} ranks would start here, which has {num_devices} accelerators or processors: give --world N with "
+            "as few as show each axis once (e.g. 8), and overrides that make the recipe's sizes fit "
+            "(mp_shard_size=null dist_config.ep_size=4), or start it under torchrun."
+        )
     return checked, world
 
 

@@ -265,6 +265,8 @@ def run_alone(command: Sequence[str]) -> None:
     for name, value in CPU_SETTINGS.items():
         environment.setdefault(name, value)
     done = subprocess.run([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode == -signal.SIGKILL:
+        raise StartError(f"{' '.join(command)}: killed, most likely for want of memory. {done.stderr.strip()}")
     if done.returncode:
         raise StartError(done.stderr.strip() or f"{' '.join(command)}: exit code {done.returncode}")
 
@@ -280,6 +282,15 @@ def free_memory_bytes(kind: str) -> int:
     import torch
 
     return int(torch.get_device_module(kind).mem_get_info()[0])
+
+
+def count_local_devices() -> int:
+    """How many ranks this machine has room for: its accelerators, or without any as many as 8, or its processors."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return torch.accelerator.device_count()
+    return max(8, os.cpu_count() or 1)
 
 
 def is_child_of_launch() -> bool:

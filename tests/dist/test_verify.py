@@ -17,17 +17,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from typer.testing import CliRunner
 
-from moesaic.cli import app
+from moesaic.cli import UNREAD_BY_VERIFY, app
+from moesaic.config import load_recipe
 from moesaic.verify.compare import Comparison, Measured
+from moesaic.verify.plan import save_plan
+from moesaic.verify.run import _worst_of_ranks
 from tests.pool import RunRanks
 from tests.unit.tiny_checkpoints import save_tiny
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe without any data."""
+    """A recipe without any data, of a model without a tokenizer."""
     save_tiny(tmp_path / "model", "qwen3_moe")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     path = tmp_path / "recipe.yaml"
     fields = {
         "model": str(tmp_path / "model"),
@@ -106,3 +108,27 @@ def test_comparison_of_shards(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert by_name["broken"].error == float("inf")
     assert (by_name["missing"].error, by_name["missing"].ratio, by_name["missing"].power) == (1, 0, 0)
     assert by_name["more"].error > 1e29 and by_name["more"].ratio is None
+
+
+def test_a_model_without_weights_is_a_copy(recipe: Path) -> None:
+    """What is checked before a terabyte is downloaded."""
+    for path in (recipe.parent / "model").glob("*.safetensors*"):
+        path.unlink()
+    loaded = load_recipe(recipe, [], world_size=2, ignored=UNREAD_BY_VERIFY)
+    plan = save_plan(loaded, recipe.parent / "plan", world_size=2)
+    assert plan.is_shrunk and any("has no weights" in note for note in plan.notes)
+    with pytest.raises(ValueError, match="shrink=never: the model's folder has no weights"):
+        save_plan(loaded, recipe.parent / "plan", shrink="never", world_size=2)
+
+
+def test_more_ranks_than_the_machine_has_room_for(recipe: Path) -> None:
+    done = run(recipe, "--world", 4096)
+    assert done.exit_code == 2 and "4096 ranks would start here" in done.output
+
+
+def numbers_of_ranks(rank: int) -> dict[str, float]:
+    return _worst_of_ranks({"norm": 2.0 if rank == 1 else 1.0, "loss": 1.0}, {"norm": 1.0, "loss": 1.0})
+
+
+def test_a_number_that_one_rank_has_wrong_counts(run_ranks: RunRanks) -> None:
+    assert run_ranks(numbers_of_ranks, 2) == [{"norm": 2.0, "loss": 1.0}] * 2

@@ -44,6 +44,12 @@ RIGHT = (
     Verification(name="single", world_size=2, fields={**EP2, **AUX}, against="single"),
     SPLIT_HEADS,
     SPLIT_ROWS,
+    Verification(
+        name="moved-biases",
+        world_size=2,
+        fields={**EP2, "router_config": {"bias_update_rate": 0.01}},
+        case=Case(family="deepseek_v3", is_listed=True),
+    ),
     Verification(name="path-a", world_size=2, fields={"max_grad_norm": None}),
     Verification(
         name="packed-accumulated-checkpointed",
@@ -61,7 +67,7 @@ RIGHT = (
 
 
 # Run by `make test`; the others by `make test-slow`.
-SAMPLE = {"aux", "single", "tp", "cp", "path-a"}
+SAMPLE = {"aux", "single", "tp", "cp", "moved-biases"}
 
 
 @pytest.mark.parametrize(

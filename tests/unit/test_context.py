@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moesaic.config import Recipe
 from moesaic.data.batch import Batch
 from moesaic.model.build import build_on_meta
 from moesaic.ops.attention_mask import Documents, build_flash_arguments, build_mask
@@ -21,6 +22,7 @@ from moesaic.ops.head_exchange import repeat_heads
 from moesaic.ops.sequence import SequenceLayout, number_documents
 from moesaic.parallel.context import (
     ATTENTION_FUNCTION,
+    MODES,
     SharedAttention,
     apply_context_parallel,
     attention_forward,
@@ -284,6 +286,10 @@ def test_a_convolution_beside_attention_is_refused() -> None:
 def test_heads_are_those_that_tp_leaves() -> None:
     with pytest.raises(ValueError, match="a rank has 2 attention heads, which cp_size must divide"):
         apply_context_parallel(build_model(), fake_meshes(cp_size=4, tp_size=2))
+
+
+def test_the_recipe_names_the_modes() -> None:
+    assert set(get_args(Recipe.model_fields["cp_mode"].annotation)) == MODES.keys()
 
 
 def test_unknown_modes() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moesaic.config.data_check import dataset_problems, mixing_problems, token_batch_problems
-from moesaic.config.model_check import model_problems, packing_problems
+from moesaic.config.model_check import model_file_problems, model_problems, packing_problems
 from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
 from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import Fsdp2Config, FsdpTurboConfig, Recipe
@@ -28,6 +28,8 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_
 HUB_KERNEL = re.compile(r"[^/:@\s]+/[^/:@\s]+(?:@[^/:\s]+)?(?::[^/:\s]+)?")
 # Values of report_to that are packages of their own.
 OPTIONAL_BOARDS = ("wandb",)
+# Not a field: what a caller that reads no weights and no tokenizer leaves out, beside the fields it doesn't read.
+MODEL_FILES = "files of model"
 # What the number of ranks may follow from.
 WORLD_FIELDS = ("dp_size", "mp_shard_size", "mp_replicate_size", "cp_size", "tp_size")
 
@@ -332,6 +334,7 @@ def _batch_problems(case: _Case) -> Iterable[Problem]:
 CHECKS: tuple[_Check, ...] = (
     *(_only_so_far(field) for field in ONLY_SO_FAR),
     _Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
+    _Check(needs=("model", MODEL_FILES), find=lambda case: model_file_problems(case.recipe)),
     _Check(
         needs=("model", "cp_size", "tp_size", "attn_implementation"), find=lambda case: sequence_problems(case.recipe)
     ),

@@ -29,11 +29,16 @@ def model_problems(recipe: Recipe) -> Iterable[Problem]:
     if isinstance(config, Problem):
         yield config
         return
-    yield from _file_problems(Path(recipe.model))
     yield from _quantization_problems(recipe, config)
     if isinstance(recipe.dist_config, Fsdp2Config):
         return
     yield from _expert_problems(recipe, config)
+
+
+def model_file_problems(recipe: Recipe) -> Iterable[Problem]:
+    """Weights and a tokenizer that the model's folder lacks, as far as their files' names show."""
+    if not isinstance(read_config(Path(recipe.model)), Problem):
+        yield from _file_problems(Path(recipe.model))
 
 
 def _expert_problems(recipe: Recipe, config: Mapping[str, Any]) -> Iterable[Problem]:

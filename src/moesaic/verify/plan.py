@@ -77,7 +77,7 @@ def save_plan(
     sizes = resolve_sizes(recipe, world_size)
     config = AutoConfig.from_pretrained(recipe.model, local_files_only=True)
     num_parameters = count_parameters(_meta(config))
-    reason = _why_shrunk(config, num_parameters, shrink)
+    reason = _why_shrunk(Path(recipe.model), config, num_parameters, shrink)
     notes = ["everything in fp32"]
     if reason:
         config, left_out = shrink_config(config, sizes)
@@ -127,13 +127,15 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={**sizes, "dist_config": dist_config})
 
 
-def _why_shrunk(config: PreTrainedConfig, num_parameters: int, shrink: Shrink) -> str:
+def _why_shrunk(folder: Path, config: PreTrainedConfig, num_parameters: int, shrink: Shrink) -> str:
     """Empty where the model itself is run."""
     if shrink == "always":
         return "as asked for"
     needed, free = num_parameters * BYTES_PER_PARAMETER, free_memory_bytes(device_type()) * MEMORY_SHARE
     reason = ""
-    if needed > free:
+    if not any(folder.glob("*.safetensors")):
+        reason = "the model's folder has no weights"
+    elif needed > free:
         reason = f"one process would need {needed / 2**30:.0f} GiB for it, of {free / 2**30:.0f} that may be taken"
     elif any("quantization_config" in part for part in (config.to_dict(), config.get_text_config().to_dict())):
         reason = "its weights are quantized, which plain transformers would keep"
@@ -165,8 +167,8 @@ def _as_run(recipe: Recipe, folder: Path, modules: set[str]) -> tuple[Recipe, li
     notes: list[str] = []
     attention = recipe.attn_implementation
     if attention is not None and attention not in EXACT_ATTENTIONS:
-        changes["attn_implementation"] = "sdpa"
-        notes.append(f"sdpa in place of {attention}, which has no fp32")
+        changes["attn_implementation"] = None
+        notes.append(f"the attention that transformers picks in place of {attention}, which has no fp32")
     if not modules:
         return recipe.model_copy(update=changes), notes
     matches = _matcher(modules)

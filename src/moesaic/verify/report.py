@@ -22,6 +22,8 @@ TOLERANCES: Mapping[str, float] = MappingProxyType(
 )
 # Where a quantity's own rounding floor is above its tolerance, this many times the floor is its bound.
 FLOORS = 2
+# But no more than this: beyond it a gradient that is missing or doubled might pass for rounding.
+MAX_BOUND = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,9 @@ class Report:
 
 
 def build_check(what: str, name: str, error: float, floor: float = 0.0, ratio: float | None = None) -> Check:
-    """With the bound that its tolerance and its floor make."""
+    """With the bound that its tolerance and its floor make, up to ``MAX_BOUND``."""
     tolerance = TOLERANCES[what]
-    bound = max(tolerance, FLOORS * floor) if tolerance else 0.0
+    bound = min(max(tolerance, FLOORS * floor), MAX_BOUND) if tolerance else 0.0
     return Check(what=what, name=name, error=error, bound=bound, floor=floor, ratio=ratio)
 
 
@@ -123,8 +125,9 @@ def build_table(report: Report, num_rows: int) -> Table:
 
 
 def _excess(checks: Mapping[str, Check]) -> float:
-    """How far the worst of a parameter's errors is towards, or beyond, its bound."""
-    shares = [one.error / one.bound if one.bound else one.error and math.inf for one in checks.values()]
+    """How far the worst of a parameter's errors is towards, or beyond, its tolerance: wide bounds aren't hidden."""
+    bounds = {one: TOLERANCES[one.what] for one in checks.values()}
+    shares = [one.error / bound if bound else one.error and math.inf for one, bound in bounds.items()]
     return max(shares)
 
 

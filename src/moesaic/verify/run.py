@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -107,6 +109,7 @@ def verify_on_rank(folder: Path, meshes: Meshes) -> Report:
         gradients.extend(_measure(folder, GRADIENT, found, model))
 
     numbers, optimizer = run_ours(model, batches, recipe, meshes, compare_gradients)
+    numbers = _worst_of_ranks(numbers, reference.numbers)
     weights = _measure(folder, WEIGHT, dict(tensors_of(model)), model)
     changed = _reload(folder / CHECKPOINTS, model, optimizer)
     experts = frozenset(
@@ -127,6 +130,20 @@ def verify_on_rank(folder: Path, meshes: Meshes) -> Report:
 
 def _measure(folder: Path, prefix: str, ours: Mapping[str, Tensor], model: nn.Module) -> list[Measured]:
     return Comparison(folder / TENSORS, prefix).measure(ours, dict(tensors_of(model)))
+
+
+def _worst_of_ranks(numbers: Numbers, expected: Numbers) -> Numbers:
+    """Of each number, that of the rank whose is furthest off. All ranks must call it, and return the same."""
+    everyones: list[Numbers] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyones, numbers)
+
+    def distance(number: float, value: float) -> float:
+        return math.inf if math.isnan(number) else abs(number - value)
+
+    return {
+        name: max((own[name] for own in everyones), key=partial(distance, value=value))
+        for name, value in expected.items()
+    }
 
 
 def _number_checks(numbers: Numbers, reference: Reference) -> list[Check]:
@@ -166,11 +183,11 @@ def _explain(
     findings += explain.explain_gradients(wrong, experts, meshes.sizes)
     for name in expected:
         if ("loss", name) in failed and name == LOSS:
-            findings.append(_loss_finding(numbers[name] / expected[name], meshes))
+            findings.append(_loss_finding(_ratio(numbers[name], expected[name]), meshes))
         elif ("loss", name) in failed:
             text = f"{name} is {numbers[name]:.6g} and not {expected[name]:.6g}"
             text += "" if ("loss", LOSS) in failed else ", while the tokens' loss is right"
-            findings.append(explain.finding(explain.ROUTER, name, text, numbers[name] / expected[name]))
+            findings.append(explain.finding(explain.ROUTER, name, text, _ratio(numbers[name], expected[name])))
     if ("norm", NORM) in failed:
         findings.append(explain.explain_norm(numbers[NORM], expected[NORM], gradients, experts, meshes.sizes))
     moved = [one for one in weights if ("weight", one.name) in failed]
@@ -183,6 +200,10 @@ def _explain(
         text = f"other bits after save and reload{follows}"
         findings.append(explain.group_finding(explain.CHECKPOINT, reloaded, text))
     return explain.in_order(findings)
+
+
+def _ratio(number: float, expected: float) -> float:
+    return number / expected if expected else math.inf
 
 
 def _loss_finding(ratio: float, meshes: Meshes) -> explain.Finding:
@@ -215,7 +236,7 @@ def _reload(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> dict[
     saved = save_checkpoint(folder, state, NUM_STEPS)
     with torch.no_grad():
         for value in _local_state(model, optimizer).values():
-            value.zero_()
+            value.fill_(math.nan if value.is_floating_point() else 0)  # what isn't loaded again can't pass for loaded
     load_checkpoint(saved, state)
     after = _local_state(model, optimizer)
     # Where nothing had a gradient, saving has made the moments, so ``after`` may have more.

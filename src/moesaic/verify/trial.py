@@ -16,7 +16,7 @@ from moesaic.data.batch import IGNORE_INDEX, Batch, Sample
 from moesaic.data.packing import RowOptions, collate
 from moesaic.meshes import Meshes
 from moesaic.train.optim import build_optimizer
-from moesaic.train.router import RouterTraining, build_router_training
+from moesaic.train.router import MAX_BIAS, RouterTraining, build_router_training
 from moesaic.train.setup import router_options
 from moesaic.train.step import train_step
 from moesaic.verify.documents import MAX_TOKENS
@@ -67,7 +67,7 @@ def run_ours(
             loss = result.loss_share.double()
             dist.all_reduce(loss, group=meshes.tokens.get_group())
             numbers = {LOSS: loss.item(), NORM: result.grad_norm}
-            numbers |= {} if router is None else router.measure()
+            numbers |= _router_losses(router)
     return numbers, optimizer
 
 
@@ -95,7 +95,7 @@ def run_plain(
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([grad.double().norm() for grad in grads])).item()
         if step == 0:
-            numbers = {LOSS: loss, NORM: norm} | ({} if router is None else router.measure())
+            numbers = {LOSS: loss, NORM: norm} | _router_losses(router)
         if recipe.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm, foreach=False)
         optimizer.step()
@@ -103,6 +103,12 @@ def run_plain(
             router.end(is_finite=True)
         optimizer.zero_grad()
     return numbers
+
+
+def _router_losses(router: RouterTraining | None) -> Numbers:
+    """Of the step. Not the largest bias: the biases are compared one by one, with the weights."""
+    measured = {} if router is None else router.measure()
+    return {name: value for name, value in measured.items() if name != MAX_BIAS}
 
 
 def _backward(model: PreTrainedModel, documents: Sequence[Sample], router: RouterTraining | None) -> float:
