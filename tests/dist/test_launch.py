@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 PARENT = """
-import sys
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would this one
 from moesaic.runtime import launch
 sys.exit(launch(sys.argv[2:], 2, Path(sys.argv[1])))
 """

@@ -31,20 +31,20 @@ def cell(world_size: int, **settings: object) -> Cell:
 
 
 CELLS: dict[str, tuple[Case, Cell]] = {
-    "cp2-padded": (QWEN3, cell(2, cp=2)),
     "cp2-ep4-packed": (LONG, cell(4, cp=2, ep=4, layout="packed")),
     "cp4-ep2-kv-heads-repeated": (QWEN3, cell(4, cp=4, ep=2)),
     "cp2-ep2-checkpointed-accumulation": (
         LONG,
         cell(4, cp=2, ep=2, layout="packed", num_micro_batches=2, options=CHECKPOINTED),
     ),
-    "hsdp2-cp2-ep2": (QWEN3, cell(4, hsdp=2, cp=2, ep=2)),
-    "path-a-cp2": (QWEN3, cell(2, cp=2, layout="packed", options=PATH_A)),
     "mla-cp2-ep2": (MLA, cell(4, cp=2, ep=2)),
     "window-cp4-ep2-packed": (WINDOWED, cell(4, cp=4, ep=2, layout="packed")),
 }
 
 MORE_CELLS: dict[str, tuple[Case, Cell]] = {
+    "cp2-padded": (QWEN3, cell(2, cp=2)),
+    "hsdp2-cp2-ep2": (QWEN3, cell(4, hsdp=2, cp=2, ep=2)),
+    "path-a-cp2": (QWEN3, cell(2, cp=2, layout="packed", options=PATH_A)),
     "cp2-ep1": (QWEN3, cell(2, cp=2, ep=1, layout="packed")),
     "cp4-ep4-packed": (LONG, cell(4, cp=4, ep=4, layout="packed")),
     "cp4-path-a": (QWEN3, cell(4, cp=4, options=PATH_A)),

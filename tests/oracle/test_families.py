@@ -18,8 +18,8 @@ from tests.pool import RunRanks
     ("family", "topology"),
     [
         ("olmoe", "ep2-tp2"),  # its q and k norms span the heads
-        ("beam", "ep4-cp2-tp2"),  # a bias per head
-        ("afmoe", "ep4-cp2-tp2"),  # takes a view of what attention gives
+        pytest.param("beam", "ep4-cp2-tp2", marks=pytest.mark.slow),  # a bias per head
+        pytest.param("afmoe", "ep4-cp2-tp2", marks=pytest.mark.slow),  # takes a view of what attention gives
     ],
 )
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
