@@ -29,7 +29,6 @@ from transformers.distributed import DistributedConfig
 from moesaic.data.batch import Batch
 from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import from_pretrained
-from moesaic.train.losses import token_loss_sum
 from moesaic.train.step import train_step
 
 ROWS, COLUMNS = 2, 256  # per rank
@@ -86,7 +85,7 @@ def build_their_step(folder: Path, ep_size: int) -> Callable[[], float]:
         num_tokens = torch.tensor(batch.labels.numel())
         dist.all_reduce(num_tokens)
         # Its FSDP averages gradients over the data-parallel ranks.
-        loss = token_loss_sum(model(**inputs).logits, batch.labels) / num_tokens * world_size
+        loss = their_loss_sum(model(**inputs).logits, batch.labels) / num_tokens * world_size
         loss.backward()
         norm = their_clip_grad_norm(list(model.parameters()))
         optimizer.step()
@@ -94,6 +93,11 @@ def build_their_step(folder: Path, ep_size: int) -> Callable[[], float]:
         return norm
 
     return step
+
+
+def their_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As transformers' own loss of causal language models, but summed."""
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 @torch.no_grad()
@@ -164,7 +168,7 @@ def measure_floor(folder: Path, world_size: int) -> float:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        (token_loss_sum(model(input_ids=ids, use_cache=False).logits, labels) / labels.numel()).backward()
+        (their_loss_sum(model(input_ids=ids, use_cache=False).logits, labels) / labels.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
