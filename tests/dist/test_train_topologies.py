@@ -69,6 +69,7 @@ def test_a_run_of_shared_sequences_is_one_ranks_and_goes_on_elsewhere(
         assert worst_difference(tmp_path / name, tmp_path / "alone") < 1e-3, name
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_shared_sequences_repeats_it_bit_for_bit(
     run_ranks: RunRanks, source: Path, tmp_path: Path
 ) -> None:

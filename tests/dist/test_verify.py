@@ -40,6 +40,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow  # starts the command, and by it four processes that import everything
 def test_the_command_proves_a_recipe_on_a_shrunken_copy(recipe: Path) -> None:
     command = ["-m", "moesaic.cli", "verify", str(recipe), "--world", "2", "--shrink", "always", "--json"]
     done = subprocess.run(
