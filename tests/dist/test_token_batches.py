@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +134,16 @@ def test_a_run_is_the_same_on_any_ranks_and_resumed(
     run_ranks(train_on_rank, 4, {**fields, "output_dir": str(tmp_path / "on"), "resume_from_checkpoint": middle})
     rows = {**alone, "micro_batch_tokens": None, "micro_batch_size": 3, "output_dir": str(tmp_path / "rows")}
     run_ranks(train_on_rank, 1, rows)
+    # Each step begins where rounding has moved the one before: that of a gradient.
+    close = partial(pytest.approx, rel=TOLERANCES["grads"])
     one = read_metrics(tmp_path / "one", "train")
     for name, first in (("four", 0), ("on", 2), ("rows", 0)):
         other = read_metrics(tmp_path / name, "train")
         assert [line["num_loss_tokens"] for line in other] == [line["num_loss_tokens"] for line in one[first:]]
         for key in ("loss", "grad_norm"):
-            assert [line[key] for line in other] == pytest.approx([line[key] for line in one[first:]], rel=1e-4)
+            assert [line[key] for line in other] == close([line[key] for line in one[first:]])
         (held_out,) = read_metrics(tmp_path / name, "eval")
-        assert held_out["loss"] == pytest.approx(read_metrics(tmp_path / "one", "eval")[0]["loss"], rel=1e-4)
+        assert held_out["loss"] == close(read_metrics(tmp_path / "one", "eval")[0]["loss"])
     assert [line["epoch"] for line in one] == [1, 1, 1, 2]
 
 

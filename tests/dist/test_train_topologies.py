@@ -11,6 +11,7 @@ import torch
 
 from moesaic.config import MoesaicConfig, Recipe, check_recipe
 from tests.dist.test_train import read_metrics, read_weights, recipe_of, source, train_on_rank
+from tests.oracle.cells import TOLERANCES
 from tests.pool import RunRanks
 
 __all__ = ["source"]  # the fixture
@@ -20,6 +21,9 @@ ALONE = {"dist_config": MoesaicConfig(name="moesaic")}
 # Whole rows of 64 positions in parts of 32, shared by 2 ranks each: 3 of 8 rows an epoch are filled up.
 COMMON = {"packing": True, "global_batch_size": 2, "micro_batch_size": 2, "max_steps": 4, "cutoff_len": 30}
 COMMON |= {"optim_config": {"eps": 1e-4}, "router_config": {"aux_loss_coef": 0.01}}
+
+# Of losses and norms over four steps, each of which begins where rounding has moved the one before: that of a gradient.
+BOUND = TOLERANCES["grads"]
 
 
 def losses_of(folder: Path) -> dict[str, list[float]]:
@@ -52,8 +56,8 @@ def test_a_run_of_shared_sequences_is_one_ranks_and_goes_on_elsewhere(
     run_ranks(train_on_rank, 4, recipe_on(source, tmp_path / "nd", 4, **ND))
     alone, shared = losses_of(tmp_path / "alone"), losses_of(tmp_path / "nd")
     for quantity, values in alone.items():
-        assert shared[quantity] == pytest.approx(values, rel=1e-4), quantity
-    assert worst_difference(tmp_path / "nd", tmp_path / "alone") < 1e-3
+        assert shared[quantity] == pytest.approx(values, rel=BOUND), quantity
+    assert worst_difference(tmp_path / "nd", tmp_path / "alone") < TOLERANCES["adamw"]
     assert json.loads((tmp_path / "nd" / "environment.json").read_text())["world_size"] == 4
 
     # From the shared run's second step: on two ranks that share nothing, and on two that share matrices.
@@ -65,8 +69,8 @@ def test_a_run_of_shared_sequences_is_one_ranks_and_goes_on_elsewhere(
         start = {"resume_from_checkpoint": str(tmp_path / "nd" / "step-000002")}
         run_ranks(train_on_rank, 2, recipe_on(source, tmp_path / name, 2, **fields, **start))
         resumed = losses_of(tmp_path / name)
-        assert resumed["loss"] == pytest.approx(alone["loss"][2:], rel=1e-4), name
-        assert worst_difference(tmp_path / name, tmp_path / "alone") < 1e-3, name
+        assert resumed["loss"] == pytest.approx(alone["loss"][2:], rel=BOUND), name
+        assert worst_difference(tmp_path / name, tmp_path / "alone") < TOLERANCES["adamw"], name
 
 
 @pytest.mark.slow
