@@ -1,37 +1,30 @@
-"""bf16, the recipes' own arithmetic, against one process in fp32: no factor is wrong.
+"""bf16, the recipes' own arithmetic: every topology lies in the band of one process's seeds.
 
-Rounding to 8 bits is far above what a different order of summation costs, and it turns some tokens to other experts,
-so the bounds are those of one process that computes in bf16 itself: measured here, and printed beside each cell.
+Rounding to 8 bits is far above what a different order of summation costs in fp32, so the bounds are what one process
+that computes in bf16 has itself (``tests/oracle/seeds.py``): measured here, and printed beside each cell.
 """
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from moesaic.data.batch import Batch
-from moesaic.data.shard import shard_batch
+from moesaic.data.batch import Sample
 from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
-from moesaic.parallel.tensor import vocabulary_shard
-from moesaic.train.grad_norm import clip_grad_norm_
-from moesaic.train.losses import token_loss_sum
-from tests.oracle.cells import Cell, build_batch, full, largest, share_documents
-from tests.oracle.reference import Case, Reference, load_reference
+from moesaic.train.step import train_step
+from tests.oracle.cells import Cell, ShardOptimizer, build_batch, full, grads_of, share_documents
+from tests.oracle.reference import Case, load_reference
+from tests.oracle.seeds import LEARNING_RATE, NUM_SEEDS, NUM_STEPS, Band, Run, Task, build_adamw, build_task, run_seed
 from tests.pool import RunRanks
-
-# Relative L2 of a tensor: twice what one process in bf16 has there, or this where that is less.
-MIN_BOUND = 0.05
-# What every bound must stay below: a factor of 2 somewhere, either way, is a relative L2 of at least 0.5.
-WRONG_FACTOR = 0.5
-MAX_NORM_ERROR = 0.01
 
 COMPUTE = ParallelOptions(compute_dtype=torch.bfloat16)
 STORAGE = ParallelOptions(compute_dtype=torch.bfloat16, storage_dtype=torch.bfloat16)
@@ -51,84 +44,106 @@ CELLS: dict[str, Cell] = {
         world_size=4, sizes={"ep_size": 4, "cp_size": 2, "tp_size": 2}, options=STORAGE, layout="packed"
     ),
 }
+TRAINED = ("ep2-efsdp2", "ep2-efsdp2-stored-in-bf16")
+# Of any one tensor's gradient, either way; of an expert's; of the learning rate. Less is noticed on most tensors.
+NOTICED_FACTOR = 1.05
+NOTICED_EXPERTS_FACTOR = 1.03
+NOTICED_RATE_FACTOR = 1.1
+
+BandOf = Callable[[torch.dtype], Band]
 
 
-def l2_error(ours: Tensor, reference: Tensor) -> float:
-    """|a - b| / |b| in fp32, of the whole tensor: a few tokens that went to other experts don't decide it alone."""
-    assert ours.shape == reference.shape
-    return ((ours.float() - reference).norm() / reference.norm()).item()
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """|norm / reference - 1|, and each gradient's relative L2."""
-
-    norm: float
-    grads: dict[str, float]
-
-    def __str__(self) -> str:
-        error, name = largest(self.grads)
-        median = statistics.median(self.grads.values())
-        return f"norm off by {self.norm:.1e}, relative L2 median {median:.3f}, worst {error:.3f} ({name})"
-
-
-def compare(grads: dict[str, Tensor], norm: float, reference: Reference) -> Errors:
-    assert grads.keys() == reference.grads.keys(), grads.keys() ^ reference.grads.keys()
-    l2 = {name: l2_error(grad, reference.grads[name]) for name, grad in grads.items()}
-    return Errors(abs(norm / reference.norms[2.0] - 1), l2)
-
-
-def run_cell(rank: int, cell: Cell, reference: Reference) -> Errors:
-    """One backward of our model."""
+def run_cell(
+    rank: int, cell: Cell, folder: Path, documents: list[Sample], num_steps: int, learning_rate: float = LEARNING_RATE
+) -> Run:
+    """Steps of our own ``train_step``, AdamW on what is stored."""
     meshes = build_meshes("cpu", **cell.sizes)
-    model = from_pretrained(reference.folder, meshes, options=cell.options, attn_implementation="sdpa")
+    model = from_pretrained(folder, meshes, options=cell.options, attn_implementation="sdpa")
     assert {param.dtype for param in model.parameters()} == {cell.options.storage_dtype}
-    (documents,) = share_documents(reference.documents, cell, rank)
-    grads = gradients(model, shard_batch(build_batch(documents, cell.layout), meshes), reference)
-    return compare(grads, clip_grad_norm_(model.parameters(), None).item(), reference)
+    model.register_forward_hook(assert_bf16)
+    (mine,) = share_documents(documents, cell, rank)
+    optimizer = ShardOptimizer(functools.partial(build_adamw, learning_rate=learning_rate), model.parameters())
+    batch = build_batch(mine, cell.layout)
+    losses, norms, first = [], [], {}
+
+    def keep_first() -> None:
+        if not first:
+            first.update({name: full(grad) for name, grad in grads_of(model).items()})
+
+    for _ in range(num_steps):
+        result = train_step(model, [batch], optimizer, None, meshes, max_grad_norm=None, before_clip=keep_first)
+        loss = result.loss_share.clone()
+        dist.all_reduce(loss, group=meshes.tokens.get_group())
+        losses.append(loss.item())
+        norms.append(result.grad_norm)
+    return Run(losses, norms[0], first)
 
 
-def gradients(model: PreTrainedModel, batch: Batch, reference: Reference) -> dict[str, Tensor]:
-    """Whole gradients of sum of token losses / global tokens."""
-    num_tokens = sum(document.num_loss_tokens for document in reference.documents)
-    logits = model(**batch.model_inputs()).logits
-    assert logits.dtype == torch.bfloat16
-    (token_loss_sum(logits, batch.kept_labels, vocabulary_shard(model)) / num_tokens).backward()
-    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+def assert_bf16(_module: nn.Module, _args: object, output: MoeCausalLMOutputWithPast) -> None:
+    assert output.logits.dtype == torch.bfloat16
 
 
 @pytest.fixture(scope="module")
-def reference(reference_root: Path) -> Reference:
-    return load_reference(Case(num_documents=16), reference_root)
+def task(reference_root: Path) -> Task:
+    return build_task(load_reference(Case(num_documents=16), reference_root).folder)
 
 
 @pytest.fixture(scope="module")
-def floor(reference: Reference) -> Errors:
-    """Plain transformers in bf16, one process, all documents in one padded batch."""
-    model = AutoModelForCausalLM.from_pretrained(
-        reference.folder, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="eager"
-    )
-    grads = gradients(model.train(), build_batch(reference.documents, "padded"), reference)
-    norm = torch.linalg.vector_norm(torch.cat([grad.flatten().float() for grad in grads.values()])).item()
-    return compare(grads, norm, reference)
+def band_of(task: Task) -> BandOf:
+    """The band of one process that stores its weights in the dtype; seeds run once, when a test first asks."""
+
+    @functools.cache
+    def build(storage: torch.dtype) -> Band:
+        return Band([run_seed(seed, task, storage) for seed in range(NUM_SEEDS)], task.grads)
+
+    return build
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_bf16_is_as_close_to_fp32_as_one_process_in_bf16(
-    name: str, run_ranks: RunRanks, reference: Reference, floor: Errors
+    name: str, run_ranks: RunRanks, task: Task, band_of: BandOf
 ) -> None:
     cell = CELLS[name]
-    bounds = {tensor: max(MIN_BOUND, 2 * error) for tensor, error in floor.grads.items()}
-    assert max(bounds.values()) < WRONG_FACTOR, f"one process in bf16 is too far off to judge by: {floor}"
-    for errors in run_ranks(run_cell, cell.world_size, cell, reference):
-        print(f"{name}: {errors}; one process: {floor}")
-        too_large = {tensor: error for tensor, error in errors.grads.items() if not error <= bounds[tensor]}
-        assert not too_large, f"{too_large}; {errors}; one process: {floor}"
-        assert errors.norm <= MAX_NORM_ERROR, f"{errors}; one process: {floor}"
+    band = band_of(cell.options.storage_dtype)
+    for run in run_ranks(run_cell, cell.world_size, cell, task.folder, task.documents, 1):
+        print(f"{name}: {band.describe(run)}")
+        assert not band.outside(run), f"{band.outside(run)}; {band.describe(run)}"
 
 
-def test_a_wrong_factor_on_one_tensor_is_noticed(reference: Reference) -> None:
-    for factor in (0.5, 2.0):
-        for name in reference.grads:
-            grads = {**reference.grads, name: reference.grads[name] * factor}
-            assert compare(grads, reference.norms[2.0], reference).grads[name] >= WRONG_FACTOR * (1 - 1e-6)
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_stays_in_the_band_of_one_process(name: str, run_ranks: RunRanks, task: Task, band_of: BandOf) -> None:
+    cell = CELLS[name]
+    band = band_of(cell.options.storage_dtype)
+    for run in run_ranks(run_cell, cell.world_size, cell, task.folder, task.documents, NUM_STEPS):
+        print(f"{name}: {band.describe(run)}")
+        assert len(run.losses) == NUM_STEPS and run.losses[-1] < 0.6 * run.losses[0], "too little to compare"
+        assert not band.outside(run), f"{band.outside(run)}; {band.describe(run)}"
+
+
+def test_a_wrong_factor_on_one_tensor_is_noticed(run_ranks: RunRanks, task: Task, band_of: BandOf) -> None:
+    cell = CELLS["ep2-efsdp2"]
+    band = band_of(cell.options.storage_dtype)
+    (run, *_) = run_ranks(run_cell, cell.world_size, cell, task.folder, task.documents, 1)
+    assert not band.outside(run)
+    for name, grad in run.grads.items():
+        factor = NOTICED_EXPERTS_FACTOR if "experts" in name else NOTICED_FACTOR
+        for scale in (0.5, 1 / factor, factor, 2.0):
+            outside = band.outside(replace(run, grads={**run.grads, name: grad * scale}))
+            assert f"error of {name}" in outside, (name, scale)
+            assert f"distance of {name}" in outside or scale not in (0.5, 2.0), (name, scale)
+
+
+def test_a_wrong_learning_rate_is_noticed(run_ranks: RunRanks, task: Task, band_of: BandOf) -> None:
+    """After the first step: its own loss and gradients know nothing of it yet."""
+    cell, rate = CELLS["ep2-efsdp2"], NOTICED_RATE_FACTOR * LEARNING_RATE
+    for run in run_ranks(run_cell, cell.world_size, cell, task.folder, task.documents, 3, rate):
+        assert band_of(cell.options.storage_dtype).outside(run).keys() == {"loss 2", "loss 3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_further_seeds_stay_in_the_band(storage: torch.dtype, task: Task, band_of: BandOf) -> None:
+    """By chance one run in 300 is outside; of 50 beside one band, three or more are once in 80 bands."""
+    outside = [band_of(storage).outside(run_seed(seed, task, storage)) for seed in range(NUM_SEEDS, NUM_SEEDS + 50)]
+    print(f"{storage}: {[one for one in outside if one]}")
+    assert sum(map(bool, outside)) <= 2, outside
