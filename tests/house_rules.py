@@ -66,6 +66,7 @@ ALLOWED_NAMED_GETATTR = {
     "kernels/bind.py",
     "weights/conversions.py",
     "weights/source.py",
+    "weights/stream.py",
 }
 
 MUTABLE_BUILDERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "bytearray"}

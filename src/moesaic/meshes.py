@@ -127,7 +127,9 @@ def build_meshes(
         else init_device_mesh(kind, unsplit_shape, mesh_dim_names=DENSE_AXES[:2]),
     )
     assert dist.group.WORLD is not None
-    timeout = group_timeouts(dist.group.WORLD)[kind]
+    timeout = group_timeouts(dist.group.WORLD).get(kind)
+    if timeout is None:  # a group that nothing is sent through, for plans
+        return meshes
     for mesh in (meshes.data, meshes.dense, meshes.expert, meshes.tokens, meshes.sequence, meshes.unsplit):
         for group in mesh.get_all_groups():
             if set(group_timeouts(group).values()) != {timeout}:
@@ -136,5 +138,7 @@ def build_meshes(
 
 
 def group_timeouts(group: dist.ProcessGroup) -> dict[str, timedelta]:
-    """Device type -> how long a collective of ``group`` on its tensors may take. torch has no public way to ask."""
-    return {device.type: group._get_backend(device).options._timeout for device in group._device_types}
+    """Device type -> how long a collective of ``group`` on its tensors may take; none where nothing is really sent
+    (torch's ``fake`` backend). torch has no public way to ask."""
+    options = {device.type: group._get_backend(device).options for device in group._device_types}
+    return {kind: its._timeout for kind, its in options.items() if its is not None}

@@ -5,6 +5,7 @@ from moesaic.weights.files import find_weights
 from moesaic.weights.full_state import load_full_state_dict
 from moesaic.weights.load import LoadReport, load_weights
 from moesaic.weights.source import match_folder, remember_source
+from moesaic.weights.stream import stream_hf_tensors
 
 __all__ = [
     "LoadReport",
@@ -14,4 +15,5 @@ __all__ = [
     "load_weights",
     "match_folder",
     "remember_source",
+    "stream_hf_tensors",
 ]

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 
+from moesaic.weights.agree import plain_name
 from moesaic.weights.tiles import Grid, MisfitError, Shape, concatenate, interleave, stack
 
 # Families whose files on the Hub hold experts stacked, though transformers would write them one by one.
@@ -91,16 +92,23 @@ def derive_grids(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
     return derivation
 
 
-def derive_default_grids(model: PreTrainedModel, names: Iterable[str]) -> tuple[dict[str, Grid], dict[str, Shape]]:
+def derive_default_grids(
+    model: PreTrainedModel, names: Iterable[str], *, is_per_expert: bool = False
+) -> tuple[dict[str, Grid], dict[str, Shape]]:
     """How an export holds the tensors ``names`` of ``model``: grids, and the shapes of the files' tensors. As
     transformers would write a model made as this one was, but stacked where the Hub's files are.
+
+    Args:
+        is_per_expert: expert by expert wherever the family's mapping has names for that, whatever the Hub's files hold.
 
     Raises:
         ValueError: the tensors that would be written don't give the model back.
     """
     twin = build_twin(model)
     conversions = vars(model).get("_weight_conversions")  # of a model that transformers loaded
-    if conversions is None and model.config.model_type in STACKED_ON_HUB:
+    if is_per_expert:
+        conversions = None
+    elif conversions is None and model.config.model_type in STACKED_ON_HUB:
         conversions = [each for each in get_model_conversion_mapping(twin, add_legacy=False) if _is_kept_stacked(each)]
     if conversions is not None:
         cast(Any, twin)._weight_conversions = conversions
@@ -133,11 +141,11 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
     """``model``'s classes, names and global shapes, on meta; it can't compute."""
     twin = _bare(model)
     for name, module in model.named_modules():
-        if name and isinstance(module, PreTrainedModel):
-            _attach(twin, name, _bare(module))
+        if plain_name(name) and isinstance(module, PreTrainedModel):
+            _attach(twin, plain_name(name), _bare(module))
     for name, tensor in model.state_dict(keep_vars=True).items():
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        _attach(twin, name, nn.Parameter(empty, requires_grad=False))
+        _attach(twin, plain_name(name), nn.Parameter(empty, requires_grad=False))
     return twin
 
 

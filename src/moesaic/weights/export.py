@@ -28,20 +28,13 @@ from moesaic.model.tokenizer_files import copy_tokenizer
 from moesaic.ops.placements import local_shape
 from moesaic.weights.agree import find_mesh, raise_together, state_tensors
 from moesaic.weights.conversions import derive_default_grids, original_class
-from moesaic.weights.export_plan import (
-    SAFETENSORS_DTYPES,
-    Entry,
-    ExportPlan,
-    FilePlan,
-    Share,
-    build_shares,
-    plan_export,
-)
+from moesaic.weights.entries import Entry, as_bytes, cut_tile, put_tiles
+from moesaic.weights.export_plan import SAFETENSORS_DTYPES, ExportPlan, FilePlan, Share, build_shares, plan_export
 from moesaic.weights.family import require_known_layout
 from moesaic.weights.files import FileTensor, read_bytes, read_config
 from moesaic.weights.quantized import Stored
 from moesaic.weights.source import WeightSource, is_part_of_composite, recall_source
-from moesaic.weights.tiles import Grid, Shape, Tile
+from moesaic.weights.tiles import Grid, Shape
 
 
 @torch.no_grad()
@@ -85,17 +78,13 @@ def export_hf(
         raise ValueError(
             f"max_shard_gib={max_shard_gib} must be above 0; give the size of a file in GiB, for example 4.0."
         )
-    require_known_layout(model)
-    left_out = set(model._keys_to_ignore_on_save or ())
-    state = {name: tensor for name, tensor in state_tensors(model).items() if name not in left_out}
+    state, mesh = find_state(model)
     source = recall_source(model)
     kept = source.kept if source is not None and keep_unused else ()
-    mesh = find_mesh(state.values())
-    _refuse_partial_meshes(state, mesh)
     rank = 0 if mesh is None else dist.get_rank()
     ranks: list[int] = [0] if mesh is None else mesh.mesh.flatten().tolist()
     root = ranks[0]
-    shares = build_shares(state, *find_layout(model, state), _file_dtypes(model, state, dtype), ranks)
+    shares = build_shares(state, *find_layout(model, state), file_dtypes(model, state, dtype), ranks)
     plan = plan_export(
         shares, max_file_bytes=int(max_shard_gib * 2**30), kept=kept, unpacked=dtype or model.dtype, ranks=ranks
     )
@@ -110,6 +99,20 @@ def export_hf(
         config = _export_config(model, source if kept else None, dtype or model.dtype)
         error = _attempt(_finish, model, plan, beside, folder, config, tokenizer)
     raise_together(error, mesh, f"exporting to {folder}")
+
+
+def find_state(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], DeviceMesh | None]:
+    """What an export holds of ``model``, by name, and the mesh of all ranks that hold a part of it; no communication.
+
+    Raises:
+        ValueError: the names of stacked experts in files aren't known, or a tensor lies on some of the ranks only.
+    """
+    require_known_layout(model)
+    left_out = set(model._keys_to_ignore_on_save or ())
+    state = {name: tensor for name, tensor in state_tensors(model).items() if name not in left_out}
+    mesh = find_mesh(state.values())
+    _refuse_partial_meshes(state, mesh)
+    return state, mesh
 
 
 def _refuse_partial_meshes(state: Mapping[str, torch.Tensor], mesh: DeviceMesh | None) -> None:
@@ -141,7 +144,7 @@ def gather_share(share: Share, local: torch.Tensor, writer: int, rank: int, devi
     """
     if rank != writer:
         if any(rank == holder for holder, _ in share.holders):
-            dist.send(_as_bytes(local.to(device=device, dtype=share.dtype)), dst=writer)
+            dist.send(as_bytes(local.to(device=device, dtype=share.dtype)), dst=writer)
         return None
     if len(share.holders) == 1 and share.holders[0][0] == rank:
         return local.to(share.dtype)
@@ -152,7 +155,7 @@ def gather_share(share: Share, local: torch.Tensor, writer: int, rank: int, devi
         else:
             shape = local_shape(blocks, len(share.size))
             received = torch.empty(shape, dtype=share.dtype, device=device)
-            dist.recv(_as_bytes(received), src=holder)
+            dist.recv(as_bytes(received), src=holder)
         for block in blocks:
             where = zip(block.global_slices, share.offset, strict=True)
             box[tuple(slice(part.start - start, part.stop - start) for part, start in where)] = received[
@@ -229,15 +232,12 @@ class FileWriter:
 
     def write_entry(self, entry: Entry, share: Share, box: torch.Tensor) -> None:
         """A tensor, or a piece of it, out of the box of a parameter."""
-        if len(entry.tiles) == 1 and entry.tiles[0].source == tuple(map(range, entry.shape)):
-            self.write_tensor(entry.key, _cut_tile(entry.tiles[0], share, box))
+        if entry.is_whole:
+            self.write_tensor(entry.key, cut_tile(entry.tiles[0], share.offset, box))
             return
         empty = torch.empty(entry.shape, dtype=share.dtype, device=box.device)
         whole, num_left = self._pieces.pop(entry.key, (empty, empty.numel()))
-        for tile in entry.tiles:
-            piece = _cut_tile(tile, share, box)
-            whole[tuple(slice(part.start, part.stop, part.step) for part in tile.source)] = piece
-            num_left -= piece.numel()
+        num_left -= put_tiles(entry, share.offset, box, whole)
         if num_left:
             self._pieces[entry.key] = (whole, num_left)
         else:
@@ -246,7 +246,7 @@ class FileWriter:
     def write_tensor(self, key: str, tensor: torch.Tensor) -> None:
         """A whole tensor of the plan, in its dtype there."""
         dtype = next(dtype for dtype, name in SAFETENSORS_DTYPES.items() if name == self._plan.tensors[key].dtype)
-        self.write(key, [_as_bytes(tensor.to(dtype)).cpu().numpy().data])
+        self.write(key, [as_bytes(tensor.to(dtype)).cpu().numpy().data])
 
     def write(self, key: str, data: Iterable[memoryview]) -> None:
         """The bytes of a tensor of the plan."""
@@ -267,16 +267,6 @@ class FileWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _cut_tile(tile: Tile, share: Share, box: torch.Tensor) -> torch.Tensor:
-    """A view of the tile in a gathered box, its dims as in the file."""
-    index: list[int | slice] = []
-    for start, base, size, dim in zip(tile.offset, share.offset, tile.size, tile.dims, strict=True):
-        index.append(start - base if dim is None else slice(start - base, start - base + size))
-    order = [dim for dim in tile.dims if dim is not None]
-    part = box[tuple(index)] if index else box
-    return part.permute(*map(order.index, range(len(order)))) if order else part
 
 
 def _header(file: FilePlan) -> bytes:
@@ -334,10 +324,10 @@ def _finish(
     beside.rename(folder)
 
 
-def _file_dtypes(
+def file_dtypes(
     model: PreTrainedModel, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in the files."""
+    """The dtype of each tensor of ``state`` in the files of an export with ``dtype``."""
     if dtype is None:
         return {name: tensor.dtype for name, tensor in state.items()}
     kept = find_fp32_names(model, dtype)
@@ -345,11 +335,6 @@ def _file_dtypes(
         name: tensor.dtype if not tensor.is_floating_point() or (kept and kept.search(name)) else dtype
         for name, tensor in state.items()
     }
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory (a copy where it isn't contiguous) as flat bytes, so that any dtype can be sent and written."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _require_files(kept: Sequence[Stored]) -> None:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from moesaic.ops.placements import Block, blocks_at, find_run_axis, shard_dim
+from moesaic.weights.entries import Entry, file_entries
 from moesaic.weights.quantized import Stored
-from moesaic.weights.tiles import Grid, Shape, Tile
+from moesaic.weights.tiles import Grid, Shape
 
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -37,20 +38,6 @@ SAFETENSORS_DTYPES = {
 }
 
 Holders = tuple[tuple[int, tuple[Block, ...]], ...]  # (rank, its blocks), each part of a tensor once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One tensor of the files, and the tiles of one parameter that are in it: all of it, or a piece.
-
-    Attributes:
-        key, shape: of the file's tensor.
-        tiles: where it is filled from.
-    """
-
-    key: str
-    shape: Shape
-    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +198,7 @@ def build_shares(
     split_of: dict[object, list[tuple[range, Holders]]] = {}  # parameters of one kind are split alike
     shares: list[Share] = []
     for name, tensor in state.items():
-        entries = _entries(grids[name], shapes)
+        entries = file_entries(grids[name], shapes)
         axis, kind = _run_axis(tensor, entries)
         if (kind, axis) not in split_of:
             split_of[kind, axis] = _split(tensor, axis, ranks[0])
@@ -244,14 +231,6 @@ def _run_axis(tensor: torch.Tensor, entries: Sequence[Entry]) -> tuple[int | Non
     return axis, (tensor.shape, id(tensor.device_mesh), tensor.placements)
 
 
-def _entries(grid: Grid, shapes: Mapping[str, Shape]) -> tuple[Entry, ...]:
-    """The files' tensors that a parameter fills, in the order of its rows."""
-    tiles_of: dict[str, list[Tile]] = defaultdict(list)
-    for tile in sorted(grid.tiles, key=lambda tile: tile.offset):
-        tiles_of[tile.key].append(tile)
-    return tuple(Entry(key=key, shape=shapes[key], tiles=tuple(tiles)) for key, tiles in tiles_of.items())
-
-
 def _in_rows(entries: Sequence[Entry], rows: range) -> tuple[Entry, ...]:
     """Those that lie in ``rows`` of the parameter with all their parts."""
     return tuple(
@@ -266,13 +245,9 @@ def _split(tensor: torch.Tensor, axis: int | None, root: int) -> list[tuple[rang
     if not isinstance(tensor, DTensor):
         origin = (0,) * tensor.ndim
         return [(range(0), ((root, (Block(origin, origin, tuple(tensor.shape)),)),))]
-    mesh_shape = tuple(tensor.device_mesh.shape)
-    replicated = [index for index, placement in enumerate(tensor.placements) if shard_dim(placement) is None]
     holders_of: dict[int, list[tuple[int, tuple[Block, ...]]]] = defaultdict(list)
-    coordinates = itertools.product(*(range(size) for size in mesh_shape))
-    for coordinate, rank in zip(coordinates, tensor.device_mesh.mesh.flatten().tolist(), strict=True):
-        blocks = blocks_at(tensor.shape, mesh_shape, coordinate, tensor.placements)
-        if blocks and not any(coordinate[index] for index in replicated):
+    for coordinate, rank, blocks in replica_of(tensor, int(tensor.device_mesh.mesh.flatten()[0])):
+        if blocks:
             holders_of[0 if axis is None else coordinate[axis]].append((rank, blocks))
     result = []
     for _, holders in sorted(holders_of.items()):
@@ -284,3 +259,16 @@ def _split(tensor: torch.Tensor, axis: int | None, root: int) -> list[tuple[rang
             assert held == len(rows) * math.prod(tensor.shape[1:]), f"{tensor.placements}: experts aren't in one run"
         result.append((rows, tuple(holders)))
     return result
+
+
+def replica_of(tensor: DTensor, rank: int) -> Iterator[tuple[tuple[int, ...], int, tuple[Block, ...]]]:
+    """Those that hold a whole ``tensor`` together with ``rank``, itself among them: (coordinate, rank, its blocks),
+    blocks perhaps none, in the mesh's order. Each value once. Pure."""
+    mesh_shape = tuple(tensor.device_mesh.shape)
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    coordinates = list(itertools.product(*(range(size) for size in mesh_shape)))
+    own = coordinates[ranks.index(rank)]
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if shard_dim(placement) is None]
+    for coordinate, holder in zip(coordinates, ranks, strict=True):
+        if all(coordinate[axis] == own[axis] for axis in replicated):
+            yield coordinate, holder, blocks_at(tensor.shape, mesh_shape, coordinate, tensor.placements)
