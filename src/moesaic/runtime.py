@@ -18,7 +18,7 @@ import subprocess
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -252,6 +252,28 @@ def launch(command: Sequence[str], nproc: int, log_dir: Path) -> int:
     for folder in log_dir.glob(f"{run_id}_*"):
         shutil.rmtree(folder)  # no error files in it
     return 0
+
+
+def child_environment(values: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a server that isn't a rank: this process's, without what a launcher told this rank, and with
+    ``values``."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(names)} | dict(values)
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """``values`` in this process's environment, for a library that is told in no other way; then as it was."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def run_alone(command: Sequence[str]) -> None:

@@ -1,0 +1,178 @@
+"""Engine ``hf``, one way of two: transformers' ``generate`` on left-padded batches.
+
+Tokens are drawn by ``sampler.draw`` in the place of transformers' own sampling: it gets the raw logits, and hands back
+a distribution with one token in it, which ``generate`` then takes greedily. So log-probabilities are of the model's own
+distribution, and each completion has noise of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from moesaic.engines.base import Sampling
+from moesaic.engines.routed import RoutedExperts
+from moesaic.engines.sampler import Draft, draw
+
+Pieces = dict[int, list[tuple[int, Tensor]]]
+"""By ``id`` of a draft: (first position, routed experts from there on)."""
+
+
+@torch.no_grad()
+def generate_batched(
+    model: PreTrainedModel,
+    drafts: Sequence[Draft],
+    sampling: Sampling,
+    *,
+    max_batch_tokens: int,
+    recorder: RoutedExperts | None,
+    group: dist.ProcessGroup | None,
+) -> Pieces:
+    """Complete all ``drafts``, in place. With a ``group`` (the ranks of a parallelized model) every rank of it must
+    call, and all go through the same number of forwards: a rank that is done computes on until all are.
+
+    Args:
+        max_batch_tokens: rows times the longest sequence that a batch may grow to; a batch has one row at least.
+    """
+    batches = list(cut_batches(drafts, max_batch_tokens))
+    num_batches, num_steps = _largest([len(batches), max(each.max_tokens for each in drafts)], model.device, group)
+    pieces: Pieces = {}
+    with own_generation(model) as config:
+        config.max_new_tokens = num_steps
+        for index in range(num_batches):
+            rows = batches[index] if index < len(batches) else [_idle(drafts[0])]
+            _run_batch(model, rows, sampling, config, recorder, group, pieces)
+    return pieces
+
+
+def cut_batches(drafts: Sequence[Draft], max_batch_tokens: int) -> Iterator[list[Draft]]:
+    """Drafts of like length together, longest first: so there is little padding, and the first batch is the largest."""
+    batch: list[Draft] = []
+    longest = 0
+    for each in sorted(drafts, key=lambda each: -len(each.prompt)):
+        longest = max([longest, len(each.prompt) + each.max_tokens])
+        if batch and (len(batch) + 1) * longest > max_batch_tokens:
+            yield batch
+            batch, longest = [], len(each.prompt) + each.max_tokens
+        batch.append(each)
+    yield batch
+
+
+@contextmanager
+def own_generation(model: PreTrainedModel) -> Iterator[GenerationConfig]:
+    """The model in evaluation mode, and settings for ``generate`` that its folder's generation_config.json, which
+    ``generate`` would merge into any, has no say in."""
+    config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+    before, modes = model.generation_config, {module: module.training for module in model.modules()}
+    model.generation_config = GenerationConfig()
+    model.eval()
+    try:
+        yield config
+    finally:
+        model.generation_config = before
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _run_batch(
+    model: PreTrainedModel,
+    rows: list[Draft],
+    sampling: Sampling,
+    config: GenerationConfig,
+    recorder: RoutedExperts | None,
+    group: dist.ProcessGroup | None,
+    pieces: Pieces,
+) -> None:
+    longest = max(len(each.prompt) for each in rows)
+    ids = torch.tensor([[0] * (longest - len(each.prompt)) + list(each.prompt) for each in rows], device=model.device)
+    real = torch.tensor([[0] * (longest - len(each.prompt)) + [1] * len(each.prompt) for each in rows])
+    chooser = _Draw(rows, sampling, recorder, longest, pieces, is_alone=group is None)
+    cast(Any, model).generate(
+        input_ids=ids,
+        attention_mask=real.to(model.device),
+        generation_config=config,
+        logits_processor=LogitsProcessorList([chooser]),
+        stopping_criteria=StoppingCriteriaList([_AllDone(rows, group, chooser)]),
+        synced_gpus=False,
+    )
+
+
+class _Draw:
+    """As a logits processor: draws, and leaves ``generate`` no choice.
+
+    Attributes:
+        error: what went wrong, where there are other ranks: they must know before it is raised.
+    """
+
+    def __init__(
+        self,
+        rows: list[Draft],
+        sampling: Sampling,
+        recorder: RoutedExperts | None,
+        longest: int,
+        pieces: Pieces,
+        *,
+        is_alone: bool,
+    ) -> None:
+        self.error: Exception | None = None
+        self._rows, self._sampling, self._recorder, self._pieces = rows, sampling, recorder, pieces
+        self._longest, self._is_alone = longest, is_alone
+
+    def __call__(self, input_ids: Tensor, scores_BV: Tensor) -> Tensor:
+        try:
+            if self._recorder is not None:
+                self._keep(self._recorder.take(), input_ids.size(1))
+            tokens_B = draw(scores_BV, self._rows, self._sampling)
+        except Exception as error:
+            if self._is_alone:
+                raise
+            self.error = error
+            return scores_BV
+        return torch.full_like(scores_BV, -torch.inf).scatter_(-1, tokens_B[:, None], 0)
+
+    def _keep(self, routed: Tensor, length: int) -> None:
+        """``routed``: of the whole padded prompts in the first forward, then of one position each."""
+        routed = routed.unflatten(0, (len(self._rows), -1))
+        first = length - routed.size(1)
+        for row, each in zip(routed, self._rows, strict=True):
+            if not each.is_done:
+                padding = self._longest - len(each.prompt)
+                piece = (max(0, first - padding), row[padding:] if first == 0 else row)
+                self._pieces.setdefault(id(each), []).append(piece)
+
+
+class _AllDone(StoppingCriteria):
+    """Every row of every rank is done: all ranks stop, or fail, after the same forward."""
+
+    def __init__(self, rows: list[Draft], group: dist.ProcessGroup | None, chooser: _Draw) -> None:
+        self._rows, self._group, self._chooser = rows, group, chooser
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        is_open = any(not each.is_done for each in self._rows)
+        if self._group is not None:
+            error = self._chooser.error
+            num_open, num_failed = _largest([int(is_open), int(error is not None)], input_ids.device, self._group)
+            is_open = num_open > 0
+            if num_failed:
+                raise error or RuntimeError("generate failed on another rank; its own message says why")
+        return torch.full((input_ids.size(0),), not is_open, device=input_ids.device)
+
+
+def _largest(numbers: list[int], device: torch.device, group: dist.ProcessGroup | None) -> list[int]:
+    """Of all ranks, each number for itself."""
+    if group is None:
+        return numbers
+    values = torch.tensor(numbers, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    return cast(list[int], values.tolist())
+
+
+def _idle(like: Draft) -> Draft:
+    """A row for a rank that has no batch left while others do."""
+    return Draft(prompt=like.prompt[:1], max_tokens=1, noise=like.noise, finish_reason="aborted")
