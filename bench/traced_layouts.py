@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
 from bench.engine_layouts import MoeShape
-from moesaic.engines.vllm_layout import EngineRank, Sources, describe_files, engine_rank, require_all_used, trace_model
+from moesaic.engines.base import Sources
+from moesaic.engines.vllm_layout import EngineRank, describe_files, engine_rank, require_all_used, trace_model
 from moesaic.reshard.coverage import require_complete
 from moesaic.reshard.layout import Shape, TargetLayout
 from moesaic.reshard.lift import replicate_layers

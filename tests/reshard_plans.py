@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moesaic.ops.placements import local_shape
 from moesaic.reshard.layout import Copy, Held, Message, Piece, SourceLayout, SourceRegion, TargetLayout, TargetRegion
+from moesaic.reshard.packing import copy_rounded, pack, select, unpack
 from moesaic.reshard.transfers import ProcessView, ReshardPlan
 
 Locals = list[dict[str, Tensor]]
@@ -112,9 +113,18 @@ def take(region: SourceRegion, local: Tensor) -> Tensor:
     return part
 
 
-def put(region: TargetRegion, target: Tensor, values: Tensor, counts: Tensor) -> None:
-    """Write them; ``counts`` has how often each element of the target was written."""
-    target.as_strided(region.shape, region.strides, target.storage_offset() + region.offset).copy_(values)
+def packed(message: Message, local: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
+    """What comes out of a message's bytes, at the other end."""
+    buffer = torch.full((message.num_bytes,), 0xFF, dtype=torch.uint8)
+    pack(message, local, buffer)
+    parts = list(unpack(message, buffer.clone()))
+    assert {id(piece) for piece, _ in parts} == {id(piece) for piece in message.pieces}
+    assert len(parts) == len(message.pieces) and sum(part.nbytes for _, part in parts) == message.num_bytes
+    return parts
+
+
+def count(region: TargetRegion, counts: Tensor) -> None:
+    """``counts`` has how often each element of the target was written."""
     written = torch.from_numpy(written_positions(region.shape, region.offset, region.strides))
     counts.view(-1).index_add_(0, written.reshape(-1), torch.ones(written.numel(), dtype=counts.dtype))
 
@@ -122,31 +132,38 @@ def put(region: TargetRegion, target: Tensor, values: Tensor, counts: Tensor) ->
 def run_in_one_process(
     plan: ReshardPlan, layouts: Sequence[TargetLayout], values: Locals
 ) -> tuple[list[dict[str, Tensor]], list[ProcessView]]:
-    """Deliver everything; every process has one message posted at a time. Each engine rank's tensors."""
+    """Deliver everything, as bytes; every process has one message posted at a time. Each engine rank's tensors."""
     views = [plan.messages_of(process) for process in range(plan.num_processes)]
     targets = [{t.name: torch.full(t.shape, float("nan"), dtype=t.dtype) for t in layout.tensors} for layout in layouts]
     counts = [{t.name: torch.zeros(t.shape, dtype=torch.int32) for t in layout.tensors} for layout in layouts]
 
-    def deliver(pieces: Sequence[Piece], rank: int, target: int) -> None:
-        for piece in pieces:
-            sent = take(piece.source, values[rank][piece.source.name]).to(piece.wire_dtype)
-            assert sent.numel() * sent.element_size() == piece.num_bytes
-            put(piece.target, targets[target][piece.target.name], sent, counts[target][piece.target.name])
+    def deliver(piece: Piece, part: Tensor, rank: int, target: int) -> None:
+        expected = take(piece.source, values[rank][piece.source.name]).to(piece.wire_dtype)
+        assert torch.equal(part.to(piece.wire_dtype), expected) and expected.nbytes == piece.num_bytes
+        region, tensor = piece.target, targets[target][piece.target.name]
+        memory = tensor.as_strided(region.shape, region.strides, region.offset)
+        copy_rounded(memory, part.expand(region.shape), piece.wire_dtype, max_bytes=0)
+        count(region, counts[target][region.name])
 
     for view in views:
-        if view.local:
+        for name, shape, dtype in view.source_shards:
+            shard = values[view.source_rank or 0][name]
+            assert (tuple(shard.shape), shard.dtype) == (shape, dtype)
+        for piece in view.local:
             assert view.source_rank is not None and view.target_rank is not None
-            deliver(view.local, view.source_rank, view.target_rank)
+            part = select(values[view.source_rank][piece.source.name], piece)
+            deliver(piece, part, view.source_rank, view.target_rank)
     for message in post_one_at_a_time(views):
-        deliver(message.pieces, message.source_rank, message.target_rank)
-    for layout, target, count in zip(layouts, targets, counts, strict=True):
+        for piece, part in packed(message, values[message.source_rank]):
+            deliver(piece, part, message.source_rank, message.target_rank)
+    for layout, target, written_to in zip(layouts, targets, counts, strict=True):
         for fill in layout.fills:
             written = torch.from_numpy(written_positions(fill.shape, fill.target_offset, fill.target_strides))
             target[fill.target].view(-1)[written] = fill.value
-            count[fill.target].view(-1)[written] += 1
+            written_to[fill.target].view(-1)[written] += 1
         for copy in layout.copies:
             written = torch.from_numpy(written_positions(copy.shape, copy.target_offset, copy.target_strides))
-            assert (count[copy.target].view(-1)[written] == 1).all(), f"{copy.target}: not each element just once"
+            assert (written_to[copy.target].view(-1)[written] == 1).all(), f"{copy.target}: not each element just once"
     return targets, views
 
 

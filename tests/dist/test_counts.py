@@ -205,7 +205,13 @@ def test_tokens_that_are_not_kept_are_sent_again_and_nothing_else_is(
         assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)
 
 
-@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "mp_replicate_size": 2}], ids=["efsdp2", "hsdp"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"ep_size": 2}, marks=pytest.mark.slow, id="efsdp2"),
+        pytest.param({"ep_size": 2, "mp_replicate_size": 2}, id="hsdp"),
+    ],
+)
 def test_whole_gradients_are_reduced_once_a_step(
     run_ranks: RunRanks, reference: Reference, sizes: dict[str, int]
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from moesaic.engines.base import Engine, Offer, Receiving, Sampling
+from moesaic.engines.base import Engine, Offer, PauseMode, Receiving, Sampling
 from moesaic.engines.hf import HfEngine
 from moesaic.engines.states import EngineStateError
 from moesaic.engines.sync import Agreement, SyncFailed, Transfer, WeightSync
@@ -142,6 +142,29 @@ def stay_away(rank: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
     run_ranks(stay_away, 3)
+
+
+class Drains(FakeEngine):
+    """Its requests take a second to end."""
+
+    def _pause(self, mode: PauseMode) -> None:
+        super()._pause(mode)
+        time.sleep(1.0)
+
+
+def drain_slowly(rank: int) -> None:
+    engines = [Drains()] if rank == 1 else []
+    store = dist.distributed_c10d._get_default_store()
+    WeightSync(engines, Told(), Agreement(store, rank, 2, timeout_s=0.3)).sync(1)
+    assert all(engine.version == 1 for engine in engines)
+    sync = WeightSync(engines, Told(), Agreement(store, rank, 2, timeout_s=0.3, prefix="keep"))
+    with pytest.raises(SyncFailed, match=r"sync 1: pause: no word from ranks \[1\] in 0.3 s"):
+        sync.sync(2, mode="keep")
+
+
+def test_a_drain_may_take_longer_than_ranks_wait_for_one_another(run_ranks: RunRanks) -> None:
+    """Its own time-out is that of the engine, which every rank learns."""
+    run_ranks(drain_slowly, 2)
 
 
 def mismatch(rank: int) -> None:

@@ -79,7 +79,9 @@ def stop_and_resume(rank: int, name: str, folder: str, reference: Reference) -> 
     return differing + [name for name, param in whole.named_parameters() if not torch.equal(param, expected[name])]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "bf16-offload" else []) for n in OPTIONS]
+)
 def test_resuming_and_exporting(
     name: str, run_ranks: RunRanks, reference_root: Path, tmp_path: Path
 ) -> None:

@@ -308,11 +308,11 @@ def run_refused(process: int, fault: str) -> tuple[str, int]:
             view = small_plan().messages_of(process - 1)
         elif source is not None:
             name, shard = next(iter(source.items()))
-            changed = {"dtype": shard.bfloat16(), "shape": shard[:3]}
+            changed = {"dtype": shard.bfloat16(), "shape": shard[:3], "larger shape": torch.zeros(SHAPE)}
             source = {**source, name: changed[fault]} if fault in changed else None
         elif sink is not None:
             name, tensor = next(iter(sink.tensors.items()))
-            changed = {"dtype": tensor.bfloat16(), "shape": tensor[:3]}
+            changed = {"dtype": tensor.bfloat16(), "shape": tensor[:3], "larger shape": torch.full((9, 96), torch.nan)}
             sink = TensorSink({**sink.tensors, name: changed[fault]}) if fault in changed else None
     transport = connect(process, f"refused-{fault}")
     with pytest.raises((ValueError, PeerFailed)) as caught:
@@ -330,6 +330,7 @@ def run_refused(process: int, fault: str) -> tuple[str, int]:
         ("number", "it is of process"),
         ("dtype", "torch.bfloat16"),
         ("shape", "layers.0.w"),
+        ("larger shape", "layers.0.w"),
         ("missing", "=None"),
     ],
 )

@@ -129,7 +129,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], Layout]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# Run by `make test-slow`: others show the same together with something else.
+SLOW = {"fsdp2-dim0", "ep4", "hsdp-edp2-ep2"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LAYOUTS])
 def test_the_stream_is_the_export(name: str, run_ranks: Any, tmp_path: Path) -> None:
     model_type, overrides, layout = LAYOUTS[name]
     save_tiny(tmp_path / "hub", model_type, **overrides)

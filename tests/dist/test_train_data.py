@@ -82,7 +82,10 @@ def test_mixed_sets_and_held_out_sets(run_ranks, source: Path, tmp_path: Path) -
     "fields",
     [
         {"stage": "pt", "packing": True, "train_dataset": "text.jsonl"},
-        {"stage": "pt", "packing": True, "train_dataset": {"path": "text.jsonl", "streaming": True, "buffer_size": 12}},
+        pytest.param(
+            {"stage": "pt", "packing": True, "train_dataset": {"path": "text.jsonl", "streaming": True, "buffer_size": 12}},
+            marks=pytest.mark.slow,
+        ),
         {"train_dataset": {"path": "one.jsonl", "streaming": True, "buffer_size": 12}},
     ],
     ids=["text", "streamed text", "streamed conversations"],

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moesaic.engines.vllm_layout import EngineRank, Sources, engine_rank
+from moesaic.engines.base import Sources
+from moesaic.engines.vllm_layout import EngineRank, engine_rank, load_targets
 from moesaic.reshard.layout import Copy, TargetLayout
 
 # Heads and experts' sizes are multiples of 32: what the CPU's kernels ask for. 500 words are padded to 512.
@@ -35,6 +36,26 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 128,
     },
     "mixtral": {"num_local_experts": 8, "intermediate_size": 64, "head_dim": 32},
+    # A bias of the router that vLLM's reload treats apart.
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "first_k_dense_replace": 0,
+    },
+    # Has a buffer that is loaded.
+    "gemma4_text": {
+        "head_dim": 32,
+        "global_head_dim": 32,
+        "intermediate_size": 96,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 
 
@@ -111,8 +132,9 @@ def pairs(files: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
 def load_real(
     folder: Path, rank: EngineRank, weights: Callable[[], Iterable[tuple[str, Tensor]]], *, dtype: str
 ) -> dict[str, Tensor]:
-    """Every parameter of one rank after vLLM's own loader has run on real tensors, in load-time layout: what a plan is
-    compared with."""
+    """Every parameter (and buffer that is loaded) of one rank after vLLM's own loader has run on real tensors, in
+    load-time layout: what a plan is compared with."""
     with engine_rank(folder, rank, dtype=dtype) as model:
         model.load_weights(weights())
-        return {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+        keys = [key for key, _ in weights()]
+        return {name: tensor.data.clone() for name, tensor in load_targets(model, keys).items()}

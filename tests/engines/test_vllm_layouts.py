@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-tied": ("qwen3_moe", {"tie_word_embeddings": True}),
     "qwen2_moe": ("qwen2_moe", {}),
     "mixtral": ("mixtral", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "gemma4": ("gemma4_text", {}),
 }
 
 

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moesaic.engines import vllm_live
 from moesaic.engines.base import Sampling
+from moesaic.engines.server import ServerError
 from moesaic.engines.states import EngineStateError
 from moesaic.engines.vllm_layout import describe_files
 from moesaic.engines.vllm_local import VllmLocal
-from moesaic.engines.vllm_server import ServerError, ServerOptions
+from moesaic.engines.vllm_server import ServerOptions
 from tests.engines.checkpoints import read_files, replay, save_checkpoint
 
 PROMPT = list(range(40, 140))  # three blocks of the prefix cache, and some

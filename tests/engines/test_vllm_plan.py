@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moesaic.engines.vllm_layout import Sources, describe_files, trace_engine
+from moesaic.engines.base import Sources
+from moesaic.engines.vllm_layout import describe_files, trace_engine
 from moesaic.meshes import build_meshes
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta

@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moesaic.engines.base import Completion, Sampling
+from moesaic.engines.server import Routes, ServerError, ServerProcess
 from moesaic.engines.states import EngineStateError
 from moesaic.engines.sync import Agreement, SyncFailed, WeightSync
 from moesaic.engines.transfer import PlannedTransfer, StreamedTransfer
 from moesaic.engines.vllm import VllmServer
 from moesaic.engines.vllm_layout import describe_files
-from moesaic.engines.vllm_server import Routes, ServerError, ServerOptions, ServerProcess
+from moesaic.engines.vllm_server import ServerOptions
 from moesaic.meshes import build_meshes
 from moesaic.parallel.apply import from_pretrained
 from moesaic.reshard.transports import GlooTransport
@@ -34,7 +35,7 @@ from tests.pool import RunRanks
 
 WORLD_SIZE = 4
 NUM_STEPS = 3
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0  # the first sync traces the loader too, on a machine that has other things to do
 # One of more than two blocks of the prefix cache, which would answer for it with keys and values of older weights.
 PROMPTS = [[1, 2, 3, 4, 5], list(range(40, 140)), [7] * 33]
 GREEDY = Sampling(max_tokens=12, temperature=0)
@@ -74,7 +75,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tp_size, overrides = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     save_checkpoint(folder, "qwen3_moe", **overrides)
-    process = ServerProcess(options(folder, tp_size=tp_size), folder / "server.log", start_timeout_s=240.0)
+    process = ServerProcess(options(folder, tp_size=tp_size), folder / "server.log", name="vLLM", start_timeout_s=240.0)
     yield Served(name=request.param, folder=folder, tp_size=tp_size, process=process)
     process.close()
 
@@ -291,4 +292,6 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
     """Routed experts need vLLM's runner V2, which needs triton, which has no CPU backend here."""
     save_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(ServerError, match="(?s)ended with exit code.*Model Runner V2 requires Triton"):
-        ServerProcess(options(tmp_path, routed_experts=True), tmp_path / "server.log", start_timeout_s=120.0)
+        ServerProcess(
+            options(tmp_path, routed_experts=True), tmp_path / "server.log", name="vLLM", start_timeout_s=120.0
+        )

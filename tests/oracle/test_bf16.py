@@ -44,6 +44,8 @@ CELLS: dict[str, Cell] = {
         world_size=4, sizes={"ep_size": 4, "cp_size": 2, "tp_size": 2}, options=STORAGE, layout="packed"
     ),
 }
+# Run by `make test-slow`: what each has is in another cell, too.
+SLOW = {"ep4", "ep2-efsdp2-stored-in-bf16", "ep4-stored-in-bf16", "hsdp2-ep2-edp2-stored-in-bf16"}
 TRAINED = ("ep2-efsdp2", "ep2-efsdp2-stored-in-bf16")
 # Of any one tensor's gradient, either way; of an expert's; of the learning rate. Less is noticed on most tensors.
 NOTICED_FACTOR = 1.05
@@ -99,7 +101,7 @@ def band_of(task: Task) -> BandOf:
     return build
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CELLS])
 def test_bf16_is_as_close_to_fp32_as_one_process_in_bf16(
     name: str, run_ranks: RunRanks, task: Task, band_of: BandOf
 ) -> None:

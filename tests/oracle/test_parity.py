@@ -107,6 +107,24 @@ CELLS: dict[str, tuple[Case, Cell]] = {
     "hybrid-ep4-checkpointed": (HYBRID, Cell(world_size=4, sizes={"ep_size": 4}, options=CHECKPOINTED)),
 }
 
+# Run by `make test-slow`: others show the same together with something else.
+SLOW = {
+    "ep2-efsdp1-all-ranks-are-ep",
+    "ep1-efsdp4",
+    "ep4-efsdp2-8-ranks",
+    "hsdp2-ep2",
+    "path-a-2",
+    "7-experts-ep2-efsdp2",
+    "accumulation-4",
+    "packed",
+    "checkpointed-ep2",
+    "checkpointed-path-a",
+    "tied-embeddings-path-a",
+    "qwen2-hsdp2-ep2",
+    "qwen2-path-a",
+    "hybrid-ep2",
+}
+
 EP2_EFSDP2 = Cell(world_size=4, sizes={"ep_size": 2})
 
 # What sets families apart at the experts seam and in their routers; all 64 are compared by `make matrix`.
@@ -134,7 +152,7 @@ def test_parity_of_families(name: str, run_ranks: RunRanks, reference_root: Path
         assert_within_tolerance(errors)
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CELLS])
 def test_parity_with_one_process(name: str, run_ranks: RunRanks, reference_root: Path) -> None:
     case, cell = CELLS[name]
     for errors in run_ranks(run_cell, cell.world_size, cell, load_reference(case, reference_root)):

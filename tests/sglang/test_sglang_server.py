@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moesaic.engines.base import Completion, Sampling
+from moesaic.engines.server import Routes, ServerError
 from moesaic.engines.sglang import SglangServer, Way
 from moesaic.engines.sglang_server import SglangOptions
 from moesaic.engines.states import EngineStateError
-from moesaic.engines.vllm_server import Routes, ServerError
 from moesaic.weights import stream_hf_tensors
 from tests.sglang.conftest import SGLANG_PYTHON
 

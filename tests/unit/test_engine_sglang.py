@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moesaic.engines.base import Sampling
+from moesaic.engines.server import ServerError
 from moesaic.engines.sglang import SglangServer, Way
 from moesaic.engines.sglang_requests import RoutedLayers
 from moesaic.engines.sglang_server import SglangOptions
 from moesaic.engines.states import EngineStateError
-from moesaic.engines.vllm_server import ServerError
 from tests.unit.fake_sglang import NUM_LAYERS, OWN_END, TOP_K, FakeSglang, fake_sglang
 
 WAYS: tuple[Way, ...] = ("group", "body", "folder")
@@ -176,6 +176,7 @@ def test_order_of_an_update(server: FakeSglang) -> None:
     tensors = ["update_weights_from_tensor"] * 2
     assert server.names() == [
         "pause_generation",
+        "update_weight_version",
         "begin_weight_update",
         *tensors,
         "end_weight_update",
@@ -183,6 +184,8 @@ def test_order_of_an_update(server: FakeSglang) -> None:
         "update_weight_version",
         "continue_generation",
     ]
+    labels = [body["new_version"] for route, body in server.calls if route == "update_weight_version"]
+    assert labels == ["incomplete", "1"]
     bodies = dict(server.calls)
     assert bodies["pause_generation"] == {"mode": "retract"}
     assert bodies["flush_cache"] == {"timeout": "0"}
@@ -229,6 +232,31 @@ def test_a_refused_bucket_fails_soon_and_the_next_update_works(server: FakeSglan
     update(engine, make_weights(), 1)
     assert torch.equal(server.weights["model.norm.weight"], make_weights()["model.norm.weight"])
     engine.close()
+
+
+def test_a_server_with_half_new_weights_is_known_to_all(server: FakeSglang) -> None:
+    """Also one that was started without weights: it answers nothing before a whole update."""
+    engine, other = attach(server, version=3), attach(server)
+    assert other.version == 3
+    engine.pause()
+    engine.begin_update()
+    late = attach(server, timeout_s=5.0)  # of a trainer that was started again; the server is paused
+    assert not server.has_session, "an update of another would be refused"
+    late.pause()
+    late.resume()
+    with pytest.raises(EngineStateError, match="never finished"):
+        late.generate([[1]], Sampling(max_tokens=1))
+    server.may_generate.set()  # by one who doesn't know better
+    with pytest.raises(ServerError, match="weights of an update that isn't finished"):
+        other.generate([[1]], Sampling(max_tokens=1))
+    server.may_generate.clear()
+    server.has_raw_logprobs = False
+    with pytest.raises(ServerError, match="SGLANG_RETURN_ORIGINAL_LOGPROB=1"):
+        update(late, make_weights(), 4)
+    server.has_raw_logprobs = True
+    late.resume()
+    assert late.generate([[1]], Sampling(max_tokens=1))[0][0].weight_version == 4
+    assert attach(server).version == 4
 
 
 def test_outside_of_an_update_the_server_refuses(server: FakeSglang) -> None:

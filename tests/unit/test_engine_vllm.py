@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from moesaic.engines.base import Offer, Sampling
+from moesaic.engines.server import ServerError
 from moesaic.engines.states import EngineStateError
 from moesaic.engines.vllm import NUM_THREADS, VllmServer
-from moesaic.engines.vllm_server import ServerError
 from tests.unit.fake_vllm import FakeVllm
 
 ONE = Sampling(max_tokens=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import pickle
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from bench.engine_layouts import MoeShape, build_target, engine_ranks
 from moesaic.meshes import build_meshes
 from moesaic.ops.placements import Block, local_shape
 from moesaic.parallel.apply import ParallelOptions, parallelize
+from moesaic.reshard import transfers
 from moesaic.reshard.blocks import describe_source, find_holdings, replicated
 from moesaic.reshard.layout import Copy, Held, Holding, SourceLayout, SourceTensor, TargetLayout, TargetTensor
 from moesaic.reshard.messages import number_layers
@@ -280,6 +282,32 @@ def test_equal_layouts_are_planned_once_and_alike_in_every_process() -> None:
     assert [plan.messages_of(p) for p in range(20)] == [again.messages_of(p) for p in range(20)]
     assert plan_transfers(source, layouts, max_message_bytes=10**6).fingerprint != plan.fingerprint
     assert plan_transfers(source, layouts[1:] + layouts[:1]).fingerprint != plan.fingerprint
+
+
+def test_a_plan_may_be_sent_and_shows_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = trained(4, ep_size=2)
+    layouts = [build_target(SHAPE, rank) for rank in engine_ranks("tp2", SHAPE.num_layers)]
+    plan = plan_transfers(source, layouts, target_process=[4, 1])
+    before = plan.fingerprint
+    sent = pickle.dumps(plan)
+    received = pickle.loads(sent)
+    assert received.fingerprint == before
+    assert [received.messages_of(p) for p in range(5)] == [plan.messages_of(p) for p in range(5)]
+    monkeypatch.setattr(transfers, "PLAN_FORMAT", transfers.PLAN_FORMAT + 1)  # in a process with another version
+    for other in (plan_transfers(source, layouts, target_process=[4, 1]), pickle.loads(sent)):
+        assert other.fingerprint != before and other.messages_of(4).fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_as_it_was_after_a_view(was_on: bool) -> None:
+    plan = plan_transfers(trained(4, ep_size=2), [build_target(SHAPE, engine_ranks("tp1", SHAPE.num_layers)[0])])
+    set_collector = {True: gc.enable, False: gc.disable}
+    try:
+        set_collector[was_on]()
+        plan.messages_of(0)
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("origin", ["ep2-efsdp2", "hsdp-ep2"])

@@ -88,7 +88,9 @@ def test_random_layouts(seed: int) -> None:
         dtype = rng.choice([torch.float32, torch.bfloat16])
         holdings = random_holdings(rng, shape, num_ranks)
         wire = rng.choice([dtype, torch.bfloat16])
-        tensors.append(Held(name=f"l.{index}.w", shape=shape, dtype=dtype, wire_dtype=wire, holdings=holdings))
+        tensors.append(
+            Held(name=f"l.{index // 2}.{index}", shape=shape, dtype=dtype, wire_dtype=wire, holdings=holdings)
+        )
     source = SourceLayout(num_ranks=num_ranks, tensors=tuple(tensors))
     layouts = []
     for _ in range(rng.randint(1, 3)):

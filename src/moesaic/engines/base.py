@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from moesaic.engines.states import TAGS, EngineState, EngineStateError, Tag
-from moesaic.reshard.layout import TargetLayout
+from moesaic.reshard.layout import Shape, TargetLayout
 
 if TYPE_CHECKING:
     from moesaic.reshard.run import Sink
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "aborted"]
 PauseMode = Literal["drain", "keep"]
+# Keys of a model's files, with shapes and dtypes.
+Sources = Mapping[str, tuple[Shape, torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +279,11 @@ class Engine(ABC):
     def version(self) -> int:
         """Of the weights; a broken engine still names the last that were whole."""
         return self._state.version
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long ``pause("drain")`` takes at most."""
+        return self._drain_timeout_s
 
     def health(self) -> None:
         """Return where the engine can do its work once it is awake and running.

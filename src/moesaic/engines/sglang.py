@@ -21,13 +21,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling
+from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling, Sources
+from moesaic.engines.server import INCOMPLETE, Routes, ServerError, ServerProcess, require_ok
 from moesaic.engines.sglang_requests import Draft, RoutedLayers, decode_experts, derive_seed, sampling_values
 from moesaic.engines.sglang_server import ServerFacts, SglangOptions, read_facts
 from moesaic.engines.sglang_weights import BodyCarrier, Carrier, FolderCarrier, GroupCarrier
 from moesaic.engines.states import Tag
-from moesaic.engines.vllm_layout import Sources
-from moesaic.engines.vllm_server import Routes, ServerError, ServerProcess, require_ok
 from moesaic.reshard.layout import TargetLayout
 
 Way = Literal["group", "body", "folder"]
@@ -54,6 +53,7 @@ class SglangServer(Engine):
         routed: for ``Completion.routed_experts``; the server must have been started with them.
         store_host: name or address of this machine, as the workers reach it.
         timeout_s: for the workers to connect, and for each bucket sent to them.
+        version: of its weights; None: what the server says, 0 where nobody told it.
 
     Raises:
         ServerError: the server doesn't answer, or its log-probabilities aren't raw.
@@ -71,23 +71,30 @@ class SglangServer(Engine):
         routed: RoutedLayers | None = None,
         store_host: str = "127.0.0.1",
         timeout_s: float = 120.0,
-        version: int = 0,
+        version: int | None = None,
     ) -> None:
-        super().__init__(version=version)
-        self._routes = routes
-        self._health_routes = Routes(routes.url, timeout_s=HEALTH_TIMEOUT_S)
+        self._routes, self._health_routes = routes, routes.within(HEALTH_TIMEOUT_S)
+        self._facts = read_facts(self._health_routes.get("server_info"), self._health_routes.get("model_info"))
+        label = self._facts.weight_version
+        known = int(label) if label.isdecimal() else 0
+        super().__init__(version=known if version is None else version)
         self._process = process
         self._sources = dict(sources)
         self._routed = routed
-        self._facts = read_facts(self._health_routes.get("server_info"), self._health_routes.get("model_info"))
         self._received: set[str] = set()
         if self._facts.model_type not in TAKE_STACKED:
             require_single_experts(self._sources)
         if routed is not None and not self._facts.has_routed_experts:
             raise ValueError("routed: the server was started without --enable-return-routed-experts; start it so.")
         self._carrier = self._choose_carrier(way, folder, store_host, timeout_s)
-        self._require_raw_logprobs()
-        self._set_version(version)
+        self._is_probed = False
+        if label == INCOMPLETE:
+            self.fail("its weights are those of an update that was never finished")
+            self._abort_update()  # of an earlier client
+        else:
+            self._require_raw_logprobs()
+            if not label.isdecimal() or version is not None:
+                self._set_version(self.version)
 
     @classmethod
     def start(
@@ -100,7 +107,10 @@ class SglangServer(Engine):
         """
         process = ServerProcess(options, log, start_timeout_s=start_timeout_s, name="SGLang")
         try:
-            return cls(Routes(process.url), sources, process=process, **others)
+            routes = Routes(process.url)
+            if not options.load_weights:
+                routes.post("update_weight_version", {"new_version": INCOMPLETE, "abort_all_requests": False})
+            return cls(routes, sources, process=process, **others)
         except BaseException:
             process.close()
             raise
@@ -108,7 +118,7 @@ class SglangServer(Engine):
     @classmethod
     def attach(cls, url: str, sources: Sources, **others: Any) -> SglangServer:
         """A server that runs already, with the options of ``SglangOptions.command`` and ``variables``. ``close`` leaves
-        it running."""
+        it running. Where an update of it wasn't finished, the engine is broken until one has been."""
         return cls(Routes(url), sources, **others)
 
     @property
@@ -179,6 +189,8 @@ class SglangServer(Engine):
 
     def _complete(self, draft: Draft) -> Completion:
         assert draft.finish_reason is not None
+        if draft.version == INCOMPLETE:
+            raise ServerError("the server answered from weights of an update that isn't finished: who resumed it?")
         experts = None
         if self._routed is not None and draft.finish_reason != "aborted":
             experts = decode_experts(draft.experts, self._routed, len(draft.prompt) + len(draft.tokens) - 1)
@@ -191,10 +203,6 @@ class SglangServer(Engine):
         )
 
     def _pause(self, mode: PauseMode) -> None:
-        if mode == "drain" and not self._changed.wait_for(lambda: not self._state.num_in_flight, self._drain_timeout_s):
-            raise TimeoutError(
-                f"{self._state.num_in_flight} calls of generate still in flight after {self._drain_timeout_s:g} s"
-            )
         self._stand_still()
 
     def _stand_still(self) -> None:
@@ -204,10 +212,16 @@ class SglangServer(Engine):
 
     def _resume(self) -> None:
         if not self._state.asleep:  # else once it is awake
-            self._post("continue_generation")
+            self._continue()
+
+    def _continue(self) -> None:
+        self._post("continue_generation")
+        if not self._is_probed:  # it was paused, or without weights
+            self._require_raw_logprobs()
 
     def _begin_update(self) -> None:
         self._received = set()
+        self._label(INCOMPLETE)
         self._carrier.begin()
 
     def _receive(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -244,8 +258,11 @@ class SglangServer(Engine):
                     log.write(f"\nmoesaic: abort: {error}\n")
 
     def _set_version(self, version: int) -> None:
+        self._label(str(version))
+
+    def _label(self, version: str) -> None:
         # Unless told, this route aborts all requests.
-        self._post("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._post("update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _reset_caches(self) -> None:
         # With a time to wait, it waits for queued requests too, which don't move while it is paused.
@@ -258,8 +275,8 @@ class SglangServer(Engine):
 
     def _wake(self, tags: tuple[Tag, ...]) -> None:
         self._post("resume_memory_occupation", {"tags": list(tags)})
-        if self._state.phase == "running" and not self._state.asleep - set(tags):
-            self._post("continue_generation")
+        if self._state.phase == "running" and not self._state.broken and not self._state.asleep - set(tags):
+            self._continue()
 
     def _health(self) -> None:
         if self._process is not None:
@@ -297,6 +314,7 @@ class SglangServer(Engine):
                 f"the server's log-probabilities depend on the temperature ({first:.4f}, {second:.4f}); start it with "
                 "SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment."
             )
+        self._is_probed = True
 
     def _post(self, route: str, body: Mapping[str, Any] | None = None, **query: object) -> Any:
         try:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moesaic.engines.base import FinishReason, Sampling
+from moesaic.engines.server import ServerError
 from moesaic.engines.vllm import FINISH_REASONS
-from moesaic.engines.vllm_server import ServerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moesaic.engines.vllm_server import ServerError
+from moesaic.engines.server import ServerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,13 @@ class ServerFacts:
 
     Attributes:
         model_type: as its config has it.
+        weight_version: what it called its weights when it was asked.
         max_prompt: the longest that it takes, in tokens.
     """
 
     tp_size: int
     model_type: str
+    weight_version: str
     max_prompt: int | None
     has_seeds: bool
     has_routed_experts: bool
@@ -119,6 +121,7 @@ def read_facts(server: Mapping[str, Any], model: Mapping[str, Any]) -> ServerFac
         return ServerFacts(
             tp_size=server["tp_size"],
             model_type=model["model_type"],
+            weight_version=model["weight_version"],
             max_prompt=server.get("max_req_input_len"),
             has_seeds=server["enable_deterministic_inference"],
             has_routed_experts=server["enable_return_routed_experts"],

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moesaic.engines.vllm_server import ServerError
+from moesaic.engines.server import ServerError
 
 POLL_S = 0.002
 REASON_TIMEOUT_S = 5.0

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from moesaic.engines.base import Engine, PauseMode
 
-OK = "ok"
+OK = "ok "  # what a verdict begins with where all is well
 
 
 class SyncFailed(RuntimeError):
@@ -32,8 +32,8 @@ class Agreement:
 
     Args:
         store: of all ranks; its keys are put under ``prefix``, which nothing else may use.
-        timeout_s: how long a rank waits, after each step, for the slowest: more than engines take to drain, and to
-            trace their loaders in the first sync.
+        timeout_s: how long a rank waits, after each step, for the slowest: more than engines take to trace their
+            loaders in the first sync. While they drain, it waits longer by what they may take.
 
     Raises:
         ValueError: the prefix was used before.
@@ -52,33 +52,41 @@ class Agreement:
                 "of now; give each agreement a prefix of its own, the same on all ranks."
             )
 
-    def confirm(self, step: str, error: BaseException | None) -> None:
+    def confirm(self, step: str, error: BaseException | None, *, value: float = 0.0, longer_by_s: float = 0.0) -> float:
         """Return when every rank has confirmed ``step``, a name that never repeats, without an error.
+
+        Args:
+            longer_by_s: than ``timeout_s`` this step may take; the same on all ranks.
+
+        Returns:
+            The largest ``value`` that a rank gave: the same on all ranks.
 
         Raises:
             SyncFailed: a rank has an error, or didn't come in time; on all ranks that come. Or the store is gone.
         """
         try:
-            verdict = self._find_verdict(step, error)
+            verdict = self._find_verdict(step, error, value, self._timeout_s + longer_by_s)
         except RuntimeError as lost:
             raise SyncFailed(f"{step}: the store is gone, and its process with it: {lost}") from (error or lost)
-        if verdict != OK:
+        if not verdict.startswith(OK):
             raise SyncFailed(verdict) from error
+        return float(verdict.removeprefix(OK))
 
-    def _find_verdict(self, step: str, error: BaseException | None) -> str:
-        self._store.set(f"{step}/{self._rank}", OK)
+    def _find_verdict(self, step: str, error: BaseException | None, value: float, timeout_s: float) -> str:
+        self._store.set(f"{step}/{self._rank}", str(value))
         if error is None:
             if self._store.add(f"{step}/arrived", 1) == self._world_size:
-                self._decide(step, OK)
+                values = self._store.multi_get([f"{step}/{rank}" for rank in range(self._world_size)])
+                self._decide(step, f"{OK}{max(map(float, values))}")
         else:
             self._decide(step, f"{step} failed on rank {self._rank}: {type(error).__name__}: {error}")
         try:
-            self._store.wait([f"{step}/verdict"], timedelta(seconds=self._timeout_s))
+            self._store.wait([f"{step}/verdict"], timedelta(seconds=timeout_s))
         except RuntimeError:  # what torch raises after the time-out
             missing = [rank for rank in range(self._world_size) if not self._store.check([f"{step}/{rank}"])]
-            self._decide(step, f"{step}: no word from ranks {missing} in {self._timeout_s:g} s")
+            self._decide(step, f"{step}: no word from ranks {missing} in {timeout_s:g} s")
         verdict = self._store.get(f"{step}/verdict").decode()
-        if verdict == OK:
+        if verdict.startswith(OK):
             self._forget(step)
         return verdict
 
@@ -134,8 +142,9 @@ class WeightSync:
         self._number += 1
         paused: list[Engine] = []
         try:
-            self._together("check", lambda engine: engine.state.check_version(version))
-            self._together("pause", lambda engine: _pause(engine, mode, paused))
+            draining_s = sum(engine.drain_timeout_s for engine in self._engines) if mode == "drain" else 0.0
+            draining_s = self._together("check", lambda engine: engine.state.check_version(version), value=draining_s)
+            self._together("pause", lambda engine: _pause(engine, mode, paused), longer_by_s=draining_s)
         except BaseException:
             with ExitStack() as undo:  # each, also where another one's raises
                 for engine in paused:
@@ -156,21 +165,23 @@ class WeightSync:
             self._transfer.fail()
             raise
 
-    def _together(self, step: str, action: Callable[[Engine], None]) -> None:
+    def _together(
+        self, step: str, action: Callable[[Engine], None], *, value: float = 0.0, longer_by_s: float = 0.0
+    ) -> float:
         def act() -> None:
             for engine in self._engines:
                 action(engine)
 
-        self._agree(step, act)
+        return self._agree(step, act, value=value, longer_by_s=longer_by_s)
 
-    def _agree(self, step: str, action: Callable[[], None]) -> None:
+    def _agree(self, step: str, action: Callable[[], None], *, value: float = 0.0, longer_by_s: float = 0.0) -> float:
         error: BaseException | None = None
         try:
             action()
         except BaseException as problem:  # raised again below, once the other ranks know of it
             error = problem
         try:
-            self._agreement.confirm(f"sync {self._number}: {step}", error)
+            return self._agreement.confirm(f"sync {self._number}: {step}", error, value=value, longer_by_s=longer_by_s)
         except SyncFailed:
             if error is not None and not isinstance(error, Exception):  # Ctrl-C stays what it is
                 raise error from None

@@ -6,11 +6,12 @@ gathered and handed to each engine: simple, and more bytes; what planned transfe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from moesaic.reshard.blocks import describe_source
 from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.resolve import resolve_layout
 from moesaic.reshard.run import RunReport, local_shards, run_plan
-from moesaic.reshard.transfers import ReshardPlan, plan_transfers
+from moesaic.reshard.transfers import ProcessView, ReshardPlan, plan_transfers
 from moesaic.reshard.transports import GlooTransport
 from moesaic.weights.agree import state_tensors
 from moesaic.weights.expert_names import ExpertNames
@@ -35,11 +36,10 @@ REASON_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """One engine, as its process describes it to the others."""
+    """One engine, as its process describes it to the others: for each of its ranks, a digest of the layout."""
 
     in_process: bool
-    names: str
-    layouts: tuple[TargetLayout, ...]
+    digests: tuple[str, ...]
 
 
 class PlannedTransfer:
@@ -76,6 +76,7 @@ class PlannedTransfer:
         self._store: dist.TCPStore | None = None
         self._address = (store_host, 0)
         self._processes: tuple[tuple[int, ...], ...] = ()
+        self._view: ProcessView | None = None
         self._transport: GlooTransport | None = None
         self._num_failures = 0
 
@@ -115,8 +116,10 @@ class PlannedTransfer:
             self._transport = GlooTransport.connect(
                 self._store, _rank(), plan.num_processes, self._timeout_s, name=name
             )
+        if self._view is None:
+            self._view = plan.messages_of(_rank())
         self.report = run_plan(
-            plan.messages_of(_rank()),
+            self._view,
             self._transport,
             local_shards(self._model),
             sinks[0] if sinks else None,
@@ -131,37 +134,49 @@ class PlannedTransfer:
             self._transport = None
 
     def _make_plan(self, engines: Sequence[Engine]) -> ReshardPlan:
-        """Every rank tells the others its engines' layouts; then each plans the same alone."""
+        """Every rank tells the others its engines' layouts, in the trained model's names; then each plans the same
+        alone."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if self._store is None:
             self._open_store()
-        found = _gather(
-            lambda: [_Found(in_process=e.in_process, names=e.names, layouts=e.target_layouts()) for e in engines]
-        )
+        own: dict[str, TargetLayout] = {}
+        found = _gather(lambda: self._describe(engines, own))
+        layouts = _share(own, [[digest for each in of_rank for digest in each.digests] for of_rank in found])
         next_process = world_size
         targets: list[TargetLayout] = []
         target_process: list[int] = []
-        resolved: dict[TargetLayout, TargetLayout] = {}
         for rank, of_rank in enumerate(found):
             processes = []
             for each in of_rank:
-                if each.in_process and len(each.layouts) > 1:
-                    raise ValueError(
-                        f"an engine in rank {rank}'s process has {len(each.layouts)} ranks; one is possible."
-                    )
-                count = len(each.layouts)
-                own = (rank,) * count if each.in_process else tuple(range(next_process, next_process + count))
+                count = len(each.digests)
+                if each.in_process and count > 1:
+                    raise ValueError(f"an engine in rank {rank}'s process has {count} ranks; one is possible.")
+                places = (rank,) * count if each.in_process else tuple(range(next_process, next_process + count))
                 next_process += 0 if each.in_process else count
-                processes.append(own)
-                target_process += own
-                for layout in each.layouts:
-                    if layout not in resolved:
-                        resolved[layout] = self._resolve(layout) if each.names == "files" else layout
-                    targets.append(resolved[layout])
+                processes.append(places)
+                target_process += places
+                targets += [layouts[digest] for digest in each.digests]
             if rank == _rank():
                 self._processes = tuple(processes)
         source = describe_source(self._model, dtype=self._dtype)
         return plan_transfers(source, targets, source_process=range(world_size), target_process=target_process)
+
+    def _describe(self, engines: Sequence[Engine], own: dict[str, TargetLayout]) -> list[_Found]:
+        """The engines of this process; ``own`` gets their layouts, by digest. These are resolved here: with experts one
+        by one, as files have them, they are tens of times larger, and every rank would resolve them."""
+        known: dict[TargetLayout, str] = {}
+        found = []
+        for engine in engines:
+            digests = []
+            for layout in engine.target_layouts():
+                if layout not in known:
+                    resolved = self._resolve(layout) if engine.names == "files" else layout
+                    # Of the values: what pickle makes of equal ones may differ.
+                    known[layout] = hashlib.sha256(repr(resolved).encode()).hexdigest()
+                    own[known[layout]] = resolved
+                digests.append(known[layout])
+            found.append(_Found(in_process=engine.in_process, digests=tuple(digests)))
+        return found
 
     def _resolve(self, layout: TargetLayout) -> TargetLayout:
         """From keys of files to the trained model's tensors."""
@@ -239,6 +254,25 @@ def _fill_buckets(stream: Iterator[tuple[str, Tensor]], max_bytes: int) -> Itera
         num_bytes += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _share(own: Mapping[str, TargetLayout], digests: Sequence[Sequence[str]]) -> dict[str, TargetLayout]:
+    """All ranks' layouts by digest, on all ranks: each is sent once, by the first rank that has it.
+
+    Args:
+        own: this rank's.
+        digests: of each rank's.
+    """
+    if not dist.is_initialized():
+        return dict(own)
+    shared: dict[str, TargetLayout] = {}
+    for rank, of_rank in enumerate(digests):
+        new = [digest for digest in dict.fromkeys(of_rank) if digest not in shared]
+        if new:
+            sent: list[Any] = [[own[digest] for digest in new] if rank == dist.get_rank() else None]
+            dist.broadcast_object_list(sent, src=rank)
+            shared |= zip(new, sent[0], strict=True)
+    return shared
 
 
 def _gather(make: Callable[[], T]) -> list[T]:

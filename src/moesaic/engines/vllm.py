@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.engines.base import Completion, Engine, FinishReason, Offer, PauseMode, Receiving, Sampling
+from moesaic.engines.base import Completion, Engine, FinishReason, Offer, PauseMode, Receiving, Sampling, Sources
+from moesaic.engines.server import INCOMPLETE, Routes, ServerError, ServerProcess, require_ok
 from moesaic.engines.states import Tag
-from moesaic.engines.vllm_layout import Sources, require_all_used
+from moesaic.engines.vllm_layout import require_all_used
 from moesaic.engines.vllm_messages import Task, put_pickled
-from moesaic.engines.vllm_server import Routes, ServerError, ServerOptions, ServerProcess, require_ok
+from moesaic.engines.vllm_server import ServerOptions
 from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.transports import GlooTransport
 
@@ -42,9 +43,6 @@ FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"
 NUM_THREADS = 64
 NUM_UPDATE_THREADS = 4  # one is enough until a server hangs
 HEALTH_TIMEOUT_S = 20.0
-# What the server calls its weights from the beginning of an update to its end, so that another client of it, or one
-# after a crash, can tell; a number otherwise, and before any client came vLLM's own word.
-INCOMPLETE, UNTOLD = "incomplete", "default"
 
 
 class VllmServer(Engine):
@@ -85,7 +83,7 @@ class VllmServer(Engine):
         self._store: dist.TCPStore | None = None
         self._layouts: tuple[TargetLayout, ...] = ()
         self._pause_mode: PauseMode = "drain"
-        self._fingerprint = ""  # of the plan whose views the workers have
+        self._fingerprint = ""  # of the plan that the workers have
         self._num_offers = self._num_connections = 0
         self._stream: GlooTransport | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="vllm")
@@ -93,7 +91,7 @@ class VllmServer(Engine):
         self._update_threads = ThreadPoolExecutor(NUM_UPDATE_THREADS, thread_name_prefix="vllm-update")
         if label == INCOMPLETE:
             self.fail("its weights are those of an update that was never finished")
-        elif label == UNTOLD or version is not None:
+        elif not label.isdecimal() or version is not None:
             self._set_version(self.version)
 
     @classmethod
@@ -113,7 +111,7 @@ class VllmServer(Engine):
         Raises:
             ServerError: it ended, or doesn't answer in time; with the end of ``log``.
         """
-        process = ServerProcess(options, log, start_timeout_s=start_timeout_s)
+        process = ServerProcess(options, log, start_timeout_s=start_timeout_s, name="vLLM")
         try:
             routes = Routes(process.url, timeout_s=request_timeout_s)
             if not options.load_weights:
@@ -136,6 +134,11 @@ class VllmServer(Engine):
         """The server, where this object started it."""
         return self._process
 
+    @property
+    def drain_timeout_s(self) -> float:
+        """Twice: for this object's own requests, then for the server's others."""
+        return 2 * self._drain_timeout_s
+
     def target_layouts(self) -> tuple[TargetLayout, ...]:
         """Of all workers, in their order, traced by themselves on the first call."""
         if not self._layouts:
@@ -156,7 +159,7 @@ class VllmServer(Engine):
                 "prefix": prefix,
                 "timeout_s": self._timeout_s,
             }
-            self._control.call_workers("moesaic_abort_update")  # of an earlier client
+            self._call_workers("moesaic_abort_update")  # of an earlier client
             self._post("init_weight_transfer_engine", {"init_info": contact}, self._routes)
             num_workers = int(self._control.get("get_world_size")["world_size"])
             layouts = [pickle.loads(self._store.get(f"{prefix}/layout/{index}")) for index in range(num_workers)]
@@ -167,7 +170,7 @@ class VllmServer(Engine):
 
     def worker_bytes(self) -> list[int]:
         """Bytes that each worker received in the last planned update, as counted by it."""
-        reports = sorted(self._control.call_workers("moesaic_report"), key=lambda report: report["index"])
+        reports = sorted(self._call_workers("moesaic_report"), key=lambda report: report["index"])
         return [report["num_bytes_received"] for report in reports]
 
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
@@ -252,28 +255,28 @@ class VllmServer(Engine):
         store = self._store
         assert store is not None, "begin_update made it"
         self._num_offers += 1
-        key = f"moesaic/offer/{self._num_offers}"
-        for index, process in enumerate(offer.processes):
-            is_known = offer.plan.fingerprint == self._fingerprint
-            task = Task(
-                fingerprint=offer.plan.fingerprint,
-                view=None if is_known else offer.plan.messages_of(process),
-                process=process,
-                num_processes=offer.num_processes,
-                store=offer.store,
-                prefix=offer.prefix,
-                timeout_s=offer.timeout_s,
-                verify_checksum=offer.verify_checksum,
-            )
-            put_pickled(store, f"{key}/{index}", task)
+        key, plan_key = f"moesaic/offer/{self._num_offers}", "moesaic/plan"
+        task = Task(
+            fingerprint=offer.plan.fingerprint,
+            plan_key=plan_key,
+            processes=offer.processes,
+            num_processes=offer.num_processes,
+            store=offer.store,
+            prefix=offer.prefix,
+            timeout_s=offer.timeout_s,
+            verify_checksum=offer.verify_checksum,
+        )
+        put_pickled(store, key, task)
+        if offer.plan.fingerprint != self._fingerprint:
+            put_pickled(store, plan_key, offer.plan)
         self._fingerprint = ""  # until they have said that they have it
         answer = self._submit_update({"mode": "planned", "key": key})
 
         def wait(timeout_s: float) -> None:
             answer.result(timeout_s)
             self._fingerprint = offer.plan.fingerprint
-            for index in range(len(offer.processes)):
-                store.delete_key(f"{key}/{index}")
+            for each in (key, plan_key):
+                store.delete_key(each)
 
         return Receiving(sink=None, wait=wait)
 
@@ -288,7 +291,7 @@ class VllmServer(Engine):
         self._drop_stream()
         self._fingerprint = ""
         try:
-            self._control.call_workers("moesaic_abort_update")
+            self._call_workers("moesaic_abort_update")
         except ServerError as error:
             # The failure that led here is what is reported; a server that is gone has nothing to abort.
             if self._process is not None:
@@ -339,6 +342,11 @@ class VllmServer(Engine):
             if self._process is not None:
                 self._process.require_alive()  # its end says more than that it doesn't answer
             raise
+
+    def _call_workers(self, method: str) -> list[Any]:
+        """A method of ``WorkerExtension`` on all workers, and what they return."""
+        answer = self._control.post("collective_rpc", {"method": method})
+        return list(answer["results"]) if answer else []
 
     def _reason(self, answer: Future[Any]) -> BaseException | None:
         """Why the workers failed, where they say so soon: better than that a connection broke."""

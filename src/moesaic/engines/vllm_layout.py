@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from moesaic.engines.base import Sources
 from moesaic.reshard.coverage import require_complete
-from moesaic.reshard.layout import Shape, TargetLayout
+from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.trace import trace_loader
 from moesaic.weights.export import file_dtypes, find_layout, find_state
 
-Sources = Mapping[str, tuple[Shape, torch.dtype]]
 PARTS_OF_QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -204,6 +204,27 @@ def describe_files(model: PreTrainedModel, *, dtype: torch.dtype | None = None) 
     return {tile.key: (shapes[tile.key], dtypes[name]) for name, grid in grids.items() for tile in grid.tiles}
 
 
+def load_targets(model: torch.nn.Module, sources: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What a loader writes to: all parameters, and the persistent buffers that the checkpoint has a tensor for (e.g.
+    ``layers.0.layer_scalar`` of Gemma4), known by the last two parts of their names. Were another buffer loaded, its
+    key would be one that no rank loads (``require_all_used``)."""
+    ends = {_name_end(key) for key in sources}
+    return dict(model.named_parameters()) | {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if _name_end(name) in ends and _is_persistent(model, name)
+    }
+
+
+def _name_end(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-2:])
+
+
+def _is_persistent(model: torch.nn.Module, name: str) -> bool:
+    owner, _, short = name.rpartition(".")
+    return short not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
 def trace_model(model: torch.nn.Module, sources: Sources) -> TargetLayout:
     """Where ``model``'s loader puts the tensors of a checkpoint, in the files' keys. Inside the context that built it.
 
@@ -211,19 +232,19 @@ def trace_model(model: torch.nn.Module, sources: Sources) -> TargetLayout:
         sources: the checkpoint's keys, with shapes and dtypes.
 
     Raises:
-        ValueError: an element of a parameter is written by nothing, or twice.
+        ValueError: an element of a target (``load_targets``) is written by nothing, or twice.
     """
-    parameters = dict(model.named_parameters())
+    targets = load_targets(model, sources)
     missing_biases = find_missing_biases(model, sources)
 
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name in missing_biases:
-            parameters[name].zero_()
+            targets[name].zero_()
         model.load_weights(weights)  # type: ignore[operator]
 
     # What this rank doesn't load, another one must: checked once all are known (``require_all_used``).
-    layout = trace_loader(load, parameters, sources, may_skip=lambda key: True)
-    require_complete(layout, parameters)
+    layout = trace_loader(load, targets, sources, may_skip=lambda key: True)
+    require_complete(layout, targets)
     return layout
 
 

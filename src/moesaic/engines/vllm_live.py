@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from moesaic.engines.vllm_layout import Sources, find_missing_biases, zero_biases
+from moesaic.engines.base import Sources
+from moesaic.engines.vllm_layout import find_missing_biases, zero_biases
 from moesaic.reshard.layout import TargetLayout
 
 
@@ -76,15 +77,26 @@ class LiveModel:
         return LiveSink(self, layout)
 
     def place(self, name: str, values: torch.Tensor) -> None:
-        """Hand over a whole parameter of this rank, in load-time layout."""
-        from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
+        """Hand over a whole parameter of this rank (or a buffer that is loaded), in load-time layout.
+
+        Raises:
+            RuntimeError: vLLM takes its layer for whole already, and would drop it.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
         layer_name, _, short = name.rpartition(".")
         layer = self._model.get_submodule(layer_name)
         parameter = getattr(layer, short)
-        self._replaced.append((parameter, parameter.weight_loader))
-        parameter.weight_loader = _copy_whole
-        make_online_process_loader(layer, short)(parameter, values)
+        if short in SKIP_LOAD_TENSORS:
+            # The reload left it as it is, and doesn't count it: brought last, it would be dropped.
+            parameter.data.copy_(values)
+        elif not get_layerwise_info(layer).can_load():
+            raise RuntimeError(f"{name}: vLLM has ended the reload of its layer before it came")
+        else:
+            self._replaced.append((parameter, parameter.weight_loader))
+            parameter.weight_loader = _copy_whole
+            make_online_process_loader(layer, short)(parameter, values)
         self._due.remove(name)
 
     def finish(self) -> None:

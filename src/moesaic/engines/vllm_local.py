@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling
+from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling, Sources
+from moesaic.engines.server import ServerError
 from moesaic.engines.states import Tag
 from moesaic.engines.vllm import FINISH_REASONS, read_experts, sampling_values
-from moesaic.engines.vllm_layout import Sources, fresh_model, require_all_used, trace_model
+from moesaic.engines.vllm_layout import fresh_model, require_all_used, trace_model
 from moesaic.engines.vllm_live import LiveModel
-from moesaic.engines.vllm_server import ServerError, ServerOptions
+from moesaic.engines.vllm_server import ServerOptions
 from moesaic.model.buffers import random_state_kept
 from moesaic.reshard.layout import TargetLayout
 from moesaic.runtime import current_device, environment

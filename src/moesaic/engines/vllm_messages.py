@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from moesaic.reshard.transfers import ProcessView
-
 BACKEND = "moesaic"
 
 
@@ -28,8 +26,8 @@ class Delivery:
     """What one call of ``update_weights`` brings.
 
     Attributes:
-        mode: ``planned``: this rank's ``Task`` is in the store under ``key``; ``stream``: the named tensors follow from
-            the client.
+        mode: ``planned``: the ``Task`` of all workers is in the store under ``key``; ``stream``: the named tensors
+            follow from the client.
         names, shapes, dtypes: of the tensors of a stream, in the order in which they come.
     """
 
@@ -42,11 +40,17 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A worker's part in a planned transfer; see ``engines.base.Offer``. ``view`` is None where the worker has it."""
+    """The workers' part in a planned transfer; see ``engines.base.Offer``.
+
+    Attributes:
+        fingerprint: of the plan.
+        plan_key: where in the store the ``ReshardPlan`` is, for a worker that hasn't had it before. A plan is smaller
+            than what follows from it for one process: each worker finds that for itself.
+    """
 
     fingerprint: str
-    view: ProcessView | None
-    process: int
+    plan_key: str
+    processes: tuple[int, ...]
     num_processes: int
     store: tuple[str, int]
     prefix: str

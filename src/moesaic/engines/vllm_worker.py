@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moesaic.engines.vllm_layout import Sources, fresh_model, trace_model
+from moesaic.engines.base import Sources
+from moesaic.engines.vllm_layout import fresh_model, trace_model
 from moesaic.engines.vllm_live import LiveModel
 from moesaic.engines.vllm_messages import BACKEND, Contact, Delivery, Task, put_pickled
 from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.run import run_plan
-from moesaic.reshard.transfers import ProcessView
+from moesaic.reshard.transfers import ProcessView, ReshardPlan
 from moesaic.reshard.transports import GlooTransport
 
 
@@ -59,8 +60,8 @@ class Receiver:
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def init_transfer_engine(self, init_info: Contact) -> None:
-        """Trace this rank's loader on a model of its own, and put the layout in the store. What an earlier client left
-        behind is dropped."""
+        """Trace this rank's loader on a model of its own, of all layers, and put the layout in the store. What an
+        earlier client left behind is dropped."""
         self.abort()
         self._contact, self._view = init_info, None
         store = dist.TCPStore(
@@ -127,15 +128,16 @@ class Receiver:
 
     def _receive_planned(self, delivery: Delivery) -> None:
         assert self._store is not None and self._layout is not None
-        task: Task = pickle.loads(self._store.get(f"{delivery.key}/{self.index}"))
-        if task.view is not None:
-            self._view = task.view
-        assert self._view is not None and self._view.fingerprint == task.fingerprint, "the client sends each view once"
+        task: Task = pickle.loads(self._store.get(delivery.key))
+        process = task.processes[self.index]
+        if self._view is None or self._view.fingerprint != task.fingerprint:
+            plan: ReshardPlan = pickle.loads(self._store.get(task.plan_key))
+            self._view = plan.messages_of(process)
         if self._connection is None or self._connection[0] != task.prefix:
             self._disconnect()
             host, port = task.store
             transport = GlooTransport.connect(
-                f"{host}:{port}", task.process, task.num_processes, task.timeout_s, name=task.prefix
+                f"{host}:{port}", process, task.num_processes, task.timeout_s, name=task.prefix
             )
             self._connection = (task.prefix, transport)
         sink = self._require_live().sink(self._layout)

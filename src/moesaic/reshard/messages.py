@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from moesaic.ops.placements import local_shape
 from moesaic.reshard.fragments import Ints, source_shapes, source_slices, target_offsets
 from moesaic.reshard.groups import CopyGroup, LayoutGroups
-from moesaic.reshard.layout import Copy, Held, Piece, Shape, SourceRegion, TargetLayout, TargetRegion
+from moesaic.reshard.layout import Copy, Held, Holding, Piece, Shape, SourceRegion, TargetLayout, TargetRegion
 from moesaic.reshard.record import holds
 
 LAYER_NUMBER = re.compile(r"^(.*?\.)?\d+(?=\.)")
@@ -69,6 +72,35 @@ def require_fitting(layout: TargetLayout, tensors: Mapping[str, Held]) -> None:
                 f"{copy.target} reads {copy.source} up to {tuple(end)}, and its shape is {held.shape}: the engine's "
                 "config isn't the trained model's."
             )
+
+
+def find_local_shapes(tensors: Iterable[Held], rank: int) -> list[Shape]:
+    """For each tensor, the shape that trainer rank ``rank``'s local tensor has; zeros where it holds nothing."""
+    known: dict[tuple[int, int], Shape] = {}  # layers share their holdings: by identity
+    shapes = []
+    for held in tensors:
+        key = (id(held.holdings), len(held.shape))
+        if key not in known:
+            known[key] = _local_shape(held.holdings, len(held.shape), rank)
+        shapes.append(known[key])
+    return shapes
+
+
+def _local_shape(holdings: Sequence[Holding], num_dims: int, rank: int) -> Shape:
+    return local_shape([block for its in holdings for holder, block in its.holders if holder == rank], num_dims)
+
+
+@contextmanager
+def pause_collector() -> Iterator[None]:
+    """No garbage collections meanwhile. For making many small objects that all stay and form no cycles: collections
+    then find nothing, and looking at all of the process's objects again and again takes longer than making these."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +194,10 @@ def _fill_messages(pieces: Sequence[Piece], max_bytes: int) -> list[tuple[Piece,
     result: list[list[Piece]] = []
     num_bytes = 0
     for piece in sorted(pieces, key=lambda piece: -piece.wire_dtype.itemsize):
-        if not result or num_bytes + piece.num_bytes > max_bytes:
+        its_bytes = piece.num_bytes
+        if not result or num_bytes + its_bytes > max_bytes:
             result.append([])
             num_bytes = 0
         result[-1].append(piece)
-        num_bytes += piece.num_bytes
+        num_bytes += its_bytes
     return [tuple(message) for message in result]

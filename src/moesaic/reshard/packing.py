@@ -67,10 +67,12 @@ def unpack(message: Message, buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Two int64 numbers that tell whether bytes [N] are others, or in another order; on their device.
+    """Two int64 numbers made of bytes [N], on their device, to find damage on the way.
 
     Sums of 8-byte words over the columns and over the rows of a table of 1,024 columns, each weighted by an odd number
-    of its own, modulo 2^64: a change of one word always shows.
+    of its own, modulo 2^64. What is changed within one word always shows. What changes several words, or their order,
+    mostly does, not always: not two words swapped in one row that differ in their highest bit only, nor one added and
+    subtracted so that all sums of columns and rows stay. No protection against who means harm.
     """
     size = data.numel() // 8 * 8
     words = data[:size].view(torch.int64)

@@ -9,7 +9,7 @@ Each process posts its messages in the order of their numbers and waits for its 
 aren't done, the one with the lowest number can then always be posted on both sides: nothing waits for ever.
 
 A failure on one process fails all, and closes the transport. A tensor of the target is closed, which is when an engine
-may use it, only when every element of it has arrived and, where asked for, was found to be what was sent.
+may use it, only when every element of it has arrived and, where asked for, each message's checksum was right.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moesaic.reshard.layout import Message, SourceRegion
+from moesaic.reshard.layout import Message, Shape
 from moesaic.reshard.packing import CHECKSUM_BYTES, Ring, align, has_checksum, pack, put_checksum, unpack
 from moesaic.reshard.sinks import Openings, Sink, TensorSink, check_target
 from moesaic.reshard.transfers import ProcessView
@@ -73,10 +73,12 @@ def run_plan(
         view: this process's part of the plan.
         transport: connected to the plan's other processes; closed here if anything fails.
         source: name -> local tensor of this trainer rank, on any device: what lies on the host is packed there and only
-            the messages in flight are on the transport's device. None where no trainer rank lives here.
+            the messages in flight are on the transport's device. None where no trainer rank lives here. Its shapes and
+            dtypes are compared with the plan's; which rows of a tensor a rank holds can't be seen in them.
         target: of this engine rank. None where none lives here.
         max_in_flight_bytes: limit of the memory for messages in this process, beside shards and target.
-        verify_checksum: send a checksum with every message and compare before anything of it is unpacked.
+        verify_checksum: send a checksum with every message and compare before anything of it is unpacked. It is of the
+            bytes on their way, packed to received; ``packing.checksum`` says what it may miss.
 
     Raises:
         ValueError: the view doesn't fit the transport, the source or the limit, or the plans differ; before any byte of
@@ -199,16 +201,10 @@ def _check(
             f"max_in_flight_bytes: leaves {max_message_bytes} bytes for a message, and the plan's largest has "
             f"{largest}: raise it, or plan with a smaller max_message_bytes."
         )
-    pieces = [*view.local, *(piece for message in view.sends for piece in message.pieces)]
-    if pieces and source is None:
+    if view.source_shards and source is None:
         raise ValueError(f"source=None: trainer rank {view.source_rank} lives in process {view.process} and must give.")
-    for piece in pieces:
-        _check_source(piece.source, source or {})
-    for name, dtype in view.source_dtypes:
-        if (source or {})[name].dtype != dtype:
-            raise ValueError(
-                f"source: {name} is {(source or {})[name].dtype}, the plan was made for {dtype}: plan from this model."
-            )
+    for name, shape, dtype in view.source_shards:
+        _check_source(name, shape, dtype, source or {})
     if view.tensors and target is None:
         raise ValueError(f"target=None: engine rank {view.target_rank} lives in process {view.process} and must take.")
     if isinstance(target, TensorSink):
@@ -218,15 +214,12 @@ def _check(
             check_target(target.tensors[described.name], described)
 
 
-def _check_source(region: SourceRegion, source: Mapping[str, Tensor]) -> None:
-    if region.name not in source:
-        raise ValueError(f"source: {region.name} is missing; plan from this model's layout.")
-    shape = tuple(source[region.name].shape)
-    fits = len(region.slices) == len(shape) and all(
-        part.stop is not None and part.stop <= size for part, size in zip(region.slices, shape, strict=True)
-    )
-    if not fits:
+def _check_source(name: str, shape: Shape, dtype: torch.dtype, source: Mapping[str, Tensor]) -> None:
+    if name not in source:
+        raise ValueError(f"source: {name} is missing; plan from this model's layout.")
+    shard = source[name]
+    if (tuple(shard.shape), shard.dtype) != (shape, dtype):
         raise ValueError(
-            f"source: the plan takes {region.slices} of {region.name}, which has the shape {shape} on this rank: the "
-            "model isn't sharded as it was when the plan was made; plan again."
+            f"source: {name} is {tuple(shard.shape)} {shard.dtype} on this rank, in the plan it is {shape} {dtype}: "
+            "the model isn't sharded or stored as when the plan was made; plan again, from this model."
         )

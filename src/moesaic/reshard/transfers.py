@@ -6,7 +6,8 @@ intersect, cut (fragments.py): every element of a copy lies in one fragment, eac
 balance: each fragment's holders take turns
 number: every process finds its own messages, and no process ever makes the list of all
 
-Every process makes the plan for itself from equal descriptions; ``fingerprint`` tells whether it is the same plan.
+Every process makes the plan for itself from equal descriptions, or is sent it (a pickle of it is small, one of a large
+plan's views is not); ``fingerprint`` tells whether it is the same plan.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +24,20 @@ import torch
 from moesaic.reshard.bound import lower_bound
 from moesaic.reshard.fragments import Ints
 from moesaic.reshard.groups import CopyGroup, GroupBuilder, LayoutGroups, balance_senders, largest_message
-from moesaic.reshard.layout import Fill, Message, Piece, SourceLayout, TargetLayout, TargetTensor
-from moesaic.reshard.messages import Packer, local_pieces, number_layers, require_fitting
+from moesaic.reshard.layout import Fill, Message, Piece, Shape, SourceLayout, TargetLayout, TargetTensor
+from moesaic.reshard.messages import (
+    Packer,
+    find_local_shapes,
+    local_pieces,
+    number_layers,
+    pause_collector,
+    require_fitting,
+)
 from moesaic.reshard.plan_table import PlanSummary, Traffic
 
+# Processes with different versions of this package may meet. Raise it when anything that the two ends of a message must
+# agree on changes: the order, numbers or cutting of messages, who sends, how pieces lie in a message, its checksum.
+PLAN_FORMAT = 1
 DEFAULT_MESSAGE_BYTES = 16 * 2**20
 DEFAULT_SHARE_BYTES = 256 * 2**10
 
@@ -44,7 +55,8 @@ class ProcessView:
         local: pieces copied in the process, in the order of layers.
         tensors: of this engine rank (as its TargetLayout says); what ``local``, ``receives`` and ``fills`` make whole.
         fills: constants of this engine rank.
-        source_dtypes: (name, dtype as stored) of each tensor that this process gives a part of, as the plan takes it.
+        source_shards: (name, shape of the local tensor, dtype as stored) of each tensor that this process gives a part
+            of, as the plan takes it.
     """
 
     fingerprint: str
@@ -59,7 +71,7 @@ class ProcessView:
     local: tuple[Piece, ...]
     tensors: tuple[TargetTensor, ...]
     fills: tuple[Fill, ...]
-    source_dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+    source_shards: tuple[tuple[str, Shape, torch.dtype], ...]
 
 
 def plan_transfers(
@@ -114,7 +126,7 @@ def plan_transfers(
         target_process=target_process,
         max_message_bytes=max_message_bytes,
         sent=sent,
-        fingerprint=_fingerprint(source, layouts, builder, settings),
+        digest=_digest(source, layouts, builder, settings),
     )
 
 
@@ -122,7 +134,6 @@ class ReshardPlan:
     """What ``plan_transfers`` makes: asked for one process's messages, for sums of bytes, for a table.
 
     Attributes:
-        fingerprint: equal on all processes that planned from equal descriptions.
         num_processes: one more than the largest number of a process.
     """
 
@@ -136,10 +147,9 @@ class ReshardPlan:
         target_process: tuple[int, ...],
         max_message_bytes: int,
         sent: Ints,
-        fingerprint: str,
+        digest: str,
     ) -> None:
-        """By ``plan_transfers``. ``sent``: bytes per trainer rank."""
-        self.fingerprint = fingerprint
+        """By ``plan_transfers``. ``sent``: bytes per trainer rank. ``digest``: of all that was planned from."""
         self.num_processes = 1 + max((*source_process, *target_process), default=-1)
         self._tensors = {held.name: held for held in source.tensors}
         self._layouts = layouts
@@ -148,9 +158,16 @@ class ReshardPlan:
         self._target_process = target_process
         self._max_message_bytes = max_message_bytes
         self._sent = sent
+        self._digest = digest
         self._place = {target: (layout, i) for layout in layouts for i, target in enumerate(layout.targets)}
         self._largest = max((largest_message(layout, len(source_process)) for layout in layouts), default=0)
         self._bounds: dict[tuple[int, int | None], int] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on all processes that planned from equal descriptions, or were sent the plan, and that make the same
+        messages of it: not where versions of this package differ in that."""
+        return f"{PLAN_FORMAT}-{self._digest}"
 
     @property
     def num_ranks(self) -> int:
@@ -195,7 +212,12 @@ class ReshardPlan:
         return self._bounds[key]
 
     def messages_of(self, process: int) -> ProcessView:
-        """What ``process`` sends, receives and copies. Costs memory and time for its own messages only."""
+        """What ``process`` sends, receives and copies. Costs memory and time for its own messages only.
+        Python's garbage collector pauses meanwhile, in the whole process."""
+        with pause_collector():
+            return self._view(process)
+
+    def _view(self, process: int) -> ProcessView:
         rank, target = self._rank_in(process), _index_or_none(self._target_process, process)
         sends: list[Message] = []
         if rank is not None:
@@ -223,7 +245,7 @@ class ReshardPlan:
             local=local,
             tensors=layout_of_target.tensors,
             fills=layout_of_target.fills,
-            source_dtypes=tuple((name, held.dtype) for name, held in self._tensors.items() if name in given),
+            source_shards=() if rank is None else self._source_shards(rank, given),
         )
 
     def traffic(self) -> Ints:
@@ -272,6 +294,11 @@ class ReshardPlan:
 
     def _rank_in(self, process: int) -> int | None:
         return _index_or_none(self._source_process, process)
+
+    def _source_shards(self, rank: int, names: Collection[str]) -> tuple[tuple[str, Shape, torch.dtype], ...]:
+        tensors = [held for held in self._tensors.values() if held.name in names]
+        shapes = find_local_shapes(tensors, rank)
+        return tuple((held.name, shape, held.dtype) for held, shape in zip(tensors, shapes, strict=True))
 
     def _count_bytes(self, target: int, *, remote: bool) -> int:
         layout, instance = self._place[target]
@@ -330,7 +357,7 @@ def _distinct(targets: Sequence[TargetLayout]) -> list[tuple[TargetLayout, list[
     return list(result.values())
 
 
-def _fingerprint(source: SourceLayout, layouts: Sequence[LayoutGroups], builder: GroupBuilder, settings: object) -> str:
+def _digest(source: SourceLayout, layouts: Sequence[LayoutGroups], builder: GroupBuilder, settings: object) -> str:
     """Equal on every process: made from values, in the plan's own order, not from Python's hashes."""
     digest = hashlib.sha256(repr(settings).encode())
     tables: dict[int, int] = {}
