@@ -18,14 +18,13 @@ from moesaic.model.build import build_on_meta, find_auto_class
 from moesaic.model.seam import find_experts
 from moesaic.parallel.apply import parallelize
 from moesaic.specs import refusal
-from tests.oracle.cells import TOLERANCES, Cell, run_cell, worst
-from tests.oracle.reference import Case, Reference, backward_in_one_process, load_reference
+from tests.oracle.cells import TOLERANCES, Cell, run_cell
+from tests.oracle.floors import bounds_above, measure_floor
+from tests.oracle.reference import Case, Reference, load_reference
 from tests.pool import WorkerPool
 
 NUM_DOCUMENTS = 8
 QUANTITIES = ("loss", "grads", "norms", "sgd")
-# How far the embeddings are moved to see how far rounding alone moves a family's gradients.
-NUDGE = 1e-7
 # Generous: on a busy machine a cell takes many times its seconds.
 CELL_TIMEOUT_S = 300.0
 
@@ -54,34 +53,27 @@ class Outcome:
     refused: str | None = None
     failure: str | None = None
 
-    def is_within(self, bound: float) -> bool:
-        """True where it was refused, or all errors are within bounds: ``bound`` for gradients, and as much wider or not
-        for what follows from gradients alone."""
+    def is_within(self, bounds: Mapping[str, float]) -> bool:
+        """True where it was refused, or all errors are within ``bounds``."""
         if self.refused is not None:
             return True
-        bounds = {key: TOLERANCES[key] * (1.0 if key == "loss" else bound / TOLERANCES["grads"]) for key in QUANTITIES}
         return self.failure is None and all(self.errors[key] <= bounds[key] for key in QUANTITIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One family in all cells. ``floor``: how far rounding alone moves its gradients; None where nobody had to ask."""
+    """One family in all cells. ``floor``: how far rounding alone moves each quantity; None where nobody had to ask."""
 
     family: str
     lm_class: str = "-"
     special: tuple[str, ...] = ()
     outcomes: dict[str, Outcome]
-    floor: float | None = None
-
-    @property
-    def bound(self) -> float:
-        """What the gradients may differ by: the tolerance, or twice what rounding alone does."""
-        return max(TOLERANCES["grads"], 2 * (self.floor or 0.0))
+    floor: dict[str, float] | None = None
 
     @property
     def failed(self) -> list[str]:
         """Cells that are neither within the bounds nor refused."""
-        return [name for name, outcome in self.outcomes.items() if not outcome.is_within(self.bound)]
+        return [name for name, each in self.outcomes.items() if not each.is_within(bounds_above(self.floor or {}))]
 
 
 def measure(pool: WorkerPool, family: str, cells: Mapping[str, Cell], root: Path) -> Row:
@@ -97,9 +89,9 @@ def measure(pool: WorkerPool, family: str, cells: Mapping[str, Cell], root: Path
     outcomes = {name: run(pool, cell, reference) for name, cell in cells.items()}
     row = Row(family=family, lm_class=type(model).__name__, special=special, outcomes=outcomes)
     measured = [outcome for outcome in outcomes.values() if outcome.errors]
-    if all(outcome.is_within(TOLERANCES["grads"]) for outcome in measured):
+    if all(outcome.is_within(TOLERANCES) for outcome in measured):
         return row
-    floor = measure_floor(model, reference)
+    floor = measure_floor(model, reference, ["sgd"])
     return Row(family=family, lm_class=row.lm_class, special=special, outcomes=outcomes, floor=floor)
 
 
@@ -147,16 +139,6 @@ def load_whole(reference: Reference) -> PreTrainedModel:
     """The model in one process, as transformers loads it."""
     config = AutoConfig.from_pretrained(reference.folder)
     return find_auto_class(config).from_pretrained(reference.folder, dtype=torch.float32).train()
-
-
-def measure_floor(model: PreTrainedModel, reference: Reference) -> float:
-    """How far the gradients of one process move where the embeddings do by one part in ten millions."""
-    embeddings = model.get_input_embeddings().weight
-    with torch.no_grad():
-        embeddings.mul_(1 + NUDGE * torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0)))
-    backward_in_one_process(model, reference.documents)
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return worst(grads, reference.grads)[0]
 
 
 def describe(family: str, model: PreTrainedModel, reference: Reference) -> tuple[str, ...]:

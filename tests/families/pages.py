@@ -28,9 +28,9 @@ PARITY = """# What is proven, and what is refused
 with each registered dispatcher. A tiny model is trained for two steps (SGD with momentum, fp32, CPU, padded rows) on
 four ranks, and in one process, a document at a time. Compared are the loss (1e-6), every gradient, the norms, and the
 weights after the steps. A cell of the table is the largest error of all gradients, max|a-b| / max|b| of a tensor; its
-bound is 1e-5. (f): a family's own rounding moves its gradients further (embeddings times 1 + 1e-7 * noise, in one
-process), and the bound is twice that floor, which is below the table. The k-th and the next score of every `topk` are
-at least 1e-4 apart, so that rounding can't choose another expert.
+bound is 1e-5. (f): a family's own rounding moves gradients or weights further (embeddings times 1 + 1e-7 * noise, in
+one process, the largest of four draws), and the bound is twice that floor, which is below the table. The k-th and the
+next score of every `topk` are at least 1e-4 apart, so that rounding can't choose another expert.
 
 Attention is the one that transformers picks: sdpa, or eager for families that have no sdpa. Those are refused where
 ranks share sequences: flash attention, which some of them have, needs an accelerator and isn't compared here. A family
@@ -68,7 +68,11 @@ def render_parity(rows: Sequence[Row]) -> str:
         lines.append(f"| `{row.family}` | {' | '.join(_cell(row, row.outcomes[cell], numbers) for cell in cells)} |")
     proven = [sum(row.outcomes[cell].refused is None for row in rows) for cell in cells]
     lines += [f"| {len(rows)} families, of which proven | {' | '.join(map(str, proven))} |", ""]
-    lines += [f"- (f) `{row.family}`: floor {row.floor:.1e}" for row in rows if row.floor is not None]
+    lines += [
+        f"- (f) `{row.family}`: floor {row.floor['grads']:.1e}, of weights {row.floor['sgd']:.1e}"
+        for row in rows
+        if row.floor is not None
+    ]
     lines += ["", "## Refused", "", "| refused | because | families |", "|---|---|---|"]
     for reason, number in numbers.items():
         refused = [f"`{row.family}`" for row in rows if reason in {o.refused for o in row.outcomes.values()}]

@@ -7,7 +7,6 @@ moves from itself where the embeddings are scaled by 1 + 1e-7. Where that is abo
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moesaic.parallel.apply import ParallelOptions
-from tests.oracle.cells import TOLERANCES, Cell, grads_of, run_cell, worst
-from tests.oracle.reference import NUM_STEPS, OPTIMIZERS, Case, Reference, backward_in_one_process, load_reference
+from tests.oracle.cells import TOLERANCES, Cell, run_cell
+from tests.oracle.floors import bounds_above, measure_floor
+from tests.oracle.reference import Case, Reference, load_reference
 from tests.pool import RunRanks
 
 CASES = {
     "qwen3_5": Case(family="qwen3_5_moe", num_documents=16),  # 4 key and 8 value heads
     "qwen3_next": Case(family="qwen3_next", is_listed=True, num_documents=16),  # 2 and 4
 }
-NUM_DRAWS = 4
 CHECKPOINTED = ParallelOptions(activation_checkpointing=True)
 SENT_AGAIN = ParallelOptions(activation_checkpointing=True, exchanged_tokens="recompute", fsdp_implementation="custom")
 WHOLE_BLOCKS = ParallelOptions(fsdp_ignored_modules=("model.layers.*.linear_attn",))
@@ -71,38 +70,20 @@ MORE_CELLS: dict[str, tuple[str, Cell]] = {
 }
 
 
-def measure_floor(reference: Reference) -> dict[str, float]:
-    """Of gradients, and of weights after two steps, the largest error of any draw."""
+def floor_of(reference: Reference) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(reference.folder, dtype=torch.float32, experts_implementation="eager")
-    start = {name: param.detach().clone() for name, param in model.train().named_parameters()}
-    floor: defaultdict[str, float] = defaultdict(float)
-    for draw in range(NUM_DRAWS):
-        noise = torch.randn(model.get_input_embeddings().weight.shape, generator=torch.Generator().manual_seed(draw))
-        for name in OPTIMIZERS:
-            with torch.no_grad():
-                for key, param in model.named_parameters():
-                    param.copy_(start[key])
-                model.get_input_embeddings().weight.mul_(1 + 1e-7 * noise)
-            optimizer = OPTIMIZERS[name](model.parameters())
-            for step in range(NUM_STEPS):
-                optimizer.zero_grad()
-                backward_in_one_process(model, reference.documents)
-                if step == 0:
-                    floor["grads"] = max(floor["grads"], worst(grads_of(model), reference.grads)[0])
-                optimizer.step()
-            floor[name] = max(floor[name], worst(dict(model.named_parameters()), reference.weights[name])[0])
-    return dict(floor)
+    return measure_floor(model.train(), reference)
 
 
 @pytest.fixture(scope="module")
 def floors(reference_root: Path) -> dict[str, dict[str, float]]:
-    return {name: measure_floor(load_reference(case, reference_root)) for name, case in CASES.items()}
+    return {name: floor_of(load_reference(case, reference_root)) for name, case in CASES.items()}
 
 
 def compare(name: str, floors: dict[str, dict[str, float]], run_ranks: RunRanks, root: Path) -> None:
     model, cell = (CELLS | MORE_CELLS)[name]
     floor = floors[model]
-    bounds = {key: 2 * floor[key] if floor.get(key, 0.0) > bound else bound for key, bound in TOLERANCES.items()}
+    bounds = bounds_above(floor)
     results = run_ranks(run_cell, cell.world_size, cell, load_reference(CASES[model], root))
     largest_errors = {key: max(errors[key] for errors in results) for key in bounds}
     print(f"{name}: {largest_errors}; floor {floor}")
