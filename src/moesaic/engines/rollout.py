@@ -26,11 +26,13 @@ from moesaic.config.load import load_saved_recipe
 from moesaic.config.run_folder import is_complete
 from moesaic.engines.base import Completion, Engine, Sampling
 from moesaic.engines.prompts import Prompt, encode, read_prompts
-from moesaic.runtime import current_device, run_alone
+from moesaic.runtime import current_device, device_type, run_alone
 from moesaic.weights.files import find_weights
 
 EngineName = Literal["hf", "vllm", "sglang"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Room of a vLLM server on a CPU for keys and values.
+CPU_KV_CACHE_GIB = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +242,9 @@ def _open_vllm(options: RolloutOptions, folder: Path) -> Engine:
     from moesaic.engines.vllm import VllmServer
     from moesaic.engines.vllm_server import ServerOptions
 
-    server = ServerOptions(model=str(folder), dtype=options.dtype, tp_size=options.tp_size)
+    # On a CPU vLLM would take 92% of the machine's memory for keys and values, and not start where less is free.
+    kv_cache_gib = CPU_KV_CACHE_GIB if device_type() == "cpu" else None
+    server = ServerOptions(model=str(folder), dtype=options.dtype, tp_size=options.tp_size, kv_cache_gib=kv_cache_gib)
     return VllmServer.start(server, {}, log=_new_log(options.engine))
 
 
