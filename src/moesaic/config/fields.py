@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moesaic.config.recipe import DIST_CONFIGS, LF, DatasetConfig, Recipe, Section
+from moesaic.config.recipe import DIST_CONFIGS, DatasetConfig, Recipe
+from moesaic.config.section import LF, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

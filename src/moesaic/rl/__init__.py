@@ -1,0 +1,1 @@
+"""Reinforcement learning: roles on their own meshes, one loop, algorithms as data."""
