@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from datetime import timedelta
 from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.reshard.blocks import replicated
+from moesaic.reshard.connect import choose_transport, connect_transport
 from moesaic.reshard.device_transports import NcclTransport, SharedTransport
 from moesaic.reshard.layout import Held, SourceLayout
 from moesaic.reshard.run import run_plan
 from moesaic.reshard.sinks import TensorSink
 from moesaic.reshard.transfers import plan_transfers
-from moesaic.reshard.transports import PeerFailed
+from moesaic.reshard.transports import GlooTransport, PeerFailed
 from tests.dist.test_reshard import assert_equal
 from tests.dist.test_reshard_run import SHAPE, small_plan, small_sink, small_source, small_weights
 from tests.reshard_engines import whole
@@ -29,7 +30,9 @@ def run_shared(process: int) -> None:
     """As processes of one accelerator would: here on shared memory of the host."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     store = dist.PrefixStore("reshard", dist.distributed_c10d._get_default_store())
-    transport = SharedTransport.connect_device(store, process, 4, torch.device("cpu"), 20, name="shared")
+    with mock.patch("moesaic.reshard.connect.describe_place", lambda device: "npu/host/0"):
+        transport = connect_transport(store, process, 4, torch.device("cpu"), 20, name="shared")
+    assert type(transport) is SharedTransport
     sink, view = small_sink(process), small_plan().messages_of(process)
     for _ in range(2):
         report = run_plan(view, transport, small_source(process), sink, max_in_flight_bytes=1200)
@@ -45,6 +48,44 @@ def run_shared(process: int) -> None:
 
 def test_processes_of_one_device_hand_out_their_buffers(run_ranks: Any) -> None:
     run_ranks(run_shared, 4)
+
+
+NODE_A, NODE_B = ("cuda/a/0", "cuda/a/1"), ("cuda/b/0", "cuda/b/1")
+
+
+@pytest.mark.parametrize(
+    ("places", "has_nccl", "chosen"),
+    [
+        (("cpu", "cpu"), True, GlooTransport),
+        ((*NODE_A, "cpu"), True, GlooTransport),
+        ((NODE_A[0], NODE_A[0]), True, SharedTransport),
+        (NODE_A, True, NcclTransport),
+        ((*NODE_A, *NODE_A), True, NcclTransport),  # each device's trainer and engine
+        (("cuda/a/0", "cuda/b/0"), True, NcclTransport),
+        (NODE_B, False, GlooTransport),
+        (("npu/a/0", "npu/a/1"), True, GlooTransport),
+        (("npu/a/0", "cuda/a/0"), True, GlooTransport),
+    ],
+)
+def test_the_devices_of_all_choose_the_transport(places: tuple[str, ...], has_nccl: bool, chosen: type) -> None:
+    assert choose_transport(places, has_nccl=has_nccl) is chosen
+
+
+def connect_late(process: int) -> str:
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
+    transport = connect_transport(store, process, 2, torch.device("cpu"), 20)
+    assert type(transport) is GlooTransport
+    transport.close()
+    with pytest.raises(ValueError, match=r"process=2: must be 0 to num_processes - 1 = 1"):
+        connect_transport(store, 2, 2, torch.device("cpu"), 20)
+    if process == 0:
+        with pytest.raises(PeerFailed, match="not all of 2 processes came to 'second' within 0.2 s; missing: .1."):
+            connect_transport(store, 0, 2, torch.device("cpu"), 0.2, name="second")
+    return type(transport).__name__
+
+
+def test_processes_without_accelerators_meet_over_gloo(run_ranks: Any) -> None:
+    assert run_ranks(connect_late, 2) == ["GlooTransport"] * 2
 
 
 class SlowToMeet:
@@ -98,7 +139,6 @@ def run_mixed(process: int) -> None:
     layout = whole(dict.fromkeys(names, SHAPE))
     plan = plan_transfers(SourceLayout(num_ranks=2, tensors=tuple(held)), [layout] * 2, target_process=[1, 2])
     transport = NcclTransport.connect(store, process, 3, 5, name="mixed")
-    transport._num_shared = Counter()
     transport._neighbours = frozenset({0: {0, 1}, 1: {0, 1}, 2: {2}}[process])
     transport._nccl = SlowToMeet(store, process)
     weights = {name: small_weights()[name] for name in names}

@@ -16,15 +16,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moesaic.engines.base import Engine, Offer, Receiving
 from moesaic.reshard.blocks import describe_source
+from moesaic.reshard.connect import connect_transport
 from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.resolve import resolve_layout
 from moesaic.reshard.run import RunReport, local_shards, run_plan
 from moesaic.reshard.transfers import ProcessView, ReshardPlan, plan_transfers
 from moesaic.reshard.transports import GlooTransport
+from moesaic.runtime import current_device
 from moesaic.weights.agree import state_tensors
 from moesaic.weights.expert_names import ExpertNames
 from moesaic.weights.export import file_dtypes, find_layout
@@ -113,8 +116,8 @@ class PlannedTransfer:
         assert len(sinks) <= 1, "the plan has one engine rank in a process"
         if self._transport is None:
             assert self._store is not None
-            self._transport = GlooTransport.connect(
-                self._store, _rank(), plan.num_processes, self._timeout_s, name=name
+            self._transport = connect_transport(
+                self._store, _rank(), plan.num_processes, _find_device(self._model), self._timeout_s, name=name
             )
         if self._view is None:
             self._view = plan.messages_of(_rank())
@@ -305,6 +308,14 @@ def _reason(receiving: Receiving) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _find_device(model: PreTrainedModel) -> torch.device:
+    """Where the model computes: shards that are kept on the host go through it on their way."""
+    meshes = {each.device_mesh.device_type for each in state_tensors(model).values() if isinstance(each, DTensor)}
+    if meshes:
+        return torch.device("cpu") if meshes == {"cpu"} else current_device()
+    return next(iter(state_tensors(model).values())).device
 
 
 def _rank() -> int:

@@ -35,6 +35,7 @@ from moesaic.engines.states import Tag
 from moesaic.engines.vllm_layout import require_all_used
 from moesaic.engines.vllm_messages import Task, put_pickled
 from moesaic.engines.vllm_server import ServerOptions
+from moesaic.reshard.connect import connect_transport
 from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.transports import GlooTransport
 
@@ -225,26 +226,27 @@ class VllmServer(Engine):
         self._post("start_weight_update")
 
     def _receive(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        tensors = [(name, tensor.detach().cpu().contiguous()) for name, tensor in bucket]
         is_new = self._stream is None
         self._num_connections += is_new
         name = f"moesaic/stream/{self._num_connections}"
         info = {
             "mode": "stream",
             "key": name,
-            "names": [name for name, _ in tensors],
-            "shapes": [list(tensor.shape) for _, tensor in tensors],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "names": [name for name, _ in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
         }
         answer = self._submit_update(info)
         num_workers = len(self._layouts)
         try:
             if self._stream is None:
                 assert self._store is not None, "begin_update made it"
-                self._stream = GlooTransport.connect(self._store, 0, 1 + num_workers, self._timeout_s, name=name)
-            for number, (_, tensor) in enumerate(tensors):
+                device = bucket[0][1].device
+                self._stream = connect_transport(self._store, 0, 1 + num_workers, device, self._timeout_s, name=name)
+                self._stream.prepare(range(1 + num_workers))
+            for number, (_, tensor) in enumerate(bucket):
                 if tensor.numel():
-                    data = tensor.view(-1).view(torch.uint8)
+                    data = tensor.detach().to(self._stream.device).contiguous().view(-1).view(torch.uint8)
                     for work in [self._stream.start_send(data, 1 + index, number) for index in range(num_workers)]:
                         work.wait()
         except Exception as error:

@@ -25,6 +25,7 @@ from moesaic.engines.base import Sources
 from moesaic.engines.vllm_layout import fresh_model, trace_model
 from moesaic.engines.vllm_live import LiveModel
 from moesaic.engines.vllm_messages import BACKEND, Contact, Delivery, Task, put_pickled
+from moesaic.reshard.connect import connect_transport
 from moesaic.reshard.layout import TargetLayout
 from moesaic.reshard.run import run_plan
 from moesaic.reshard.transfers import ProcessView, ReshardPlan
@@ -136,8 +137,8 @@ class Receiver:
         if self._connection is None or self._connection[0] != task.prefix:
             self._disconnect()
             host, port = task.store
-            transport = GlooTransport.connect(
-                f"{host}:{port}", process, task.num_processes, task.timeout_s, name=task.prefix
+            transport = connect_transport(
+                f"{host}:{port}", process, task.num_processes, self._device, task.timeout_s, name=task.prefix
             )
             self._connection = (task.prefix, transport)
         sink = self._require_live().sink(self._layout)
@@ -148,13 +149,14 @@ class Receiver:
         assert self._store is not None and self._contact is not None
         if self._stream is None:
             num_workers = self._vllm_config.parallel_config.world_size_across_dp
-            self._stream = GlooTransport.connect(
-                self._store, 1 + self.index, 1 + num_workers, self._contact.timeout_s, name=delivery.key
+            self._stream = connect_transport(
+                self._store, 1 + self.index, 1 + num_workers, self._device, self._contact.timeout_s, name=delivery.key
             )
+            self._stream.prepare([0, 1 + self.index])
         bucket = []
         described = zip(delivery.names, delivery.shapes, delivery.dtypes, strict=True)
         for number, (name, shape, dtype) in enumerate(described):
-            tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+            tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self._stream.device)
             if tensor.numel():
                 self._stream.start_receive(tensor.view(-1).view(torch.uint8), 0, number).wait()
             bucket.append((name, tensor))

@@ -28,6 +28,15 @@ from moesaic.runtime import BACKENDS
 POLL_S = 0.0005
 
 
+def describe_place(device: torch.device) -> str:
+    """Where buffers of ``device`` lie, so that two processes can tell whether they share it. Example:
+    ``cuda/node-3/<the device's uuid>``; ``cpu`` for memory of the host."""
+    if device.type == "cpu":
+        return "cpu"
+    uuid = torch.get_device_module(device).get_device_properties(device).uuid
+    return f"{device.type}/{socket.gethostname()}/{uuid}"
+
+
 class SharedTransport(GlooTransport):
     """Processes on one device: the sender hands out its buffer (CUDA IPC), the receiver copies from it.
 
@@ -36,7 +45,10 @@ class SharedTransport(GlooTransport):
     memory can't be handed out.
     """
 
-    _device = torch.device("cpu")
+    def __init__(self, store: dist.Store, process: int, num_processes: int, timeout_s: float) -> None:
+        super().__init__(store, process, num_processes, timeout_s)
+        self._device = torch.device("cpu")
+        self._num_shared: Counter[tuple[int, int]] = Counter()
 
     @classmethod
     def connect_device(
@@ -49,13 +61,22 @@ class SharedTransport(GlooTransport):
         *,
         name: str = "reshard",
     ) -> Self:
-        """As ``connect``, with the device that this process's buffers lie on."""
+        """As ``connect``, with the device that this process's buffers lie on.
+
+        Raises:
+            ValueError: besides, ``device`` isn't one for this transport.
+        """
         transport = cls.connect(store, process, num_processes, timeout_s, name=name)
         transport._device = device
-        transport._num_shared = Counter()
+        try:
+            transport._connect_devices()
+        except BaseException as error:
+            transport.fail(error)
+            raise
         return transport
 
-    _num_shared: Counter[tuple[int, int]]
+    def _connect_devices(self) -> None:
+        """Nothing more: handles go through the store."""
 
     @property
     def device(self) -> torch.device:
@@ -126,35 +147,18 @@ class NcclTransport(SharedTransport):
     _neighbours: frozenset[int] = frozenset()
     _prepared: frozenset[int] = frozenset()
 
-    @classmethod
-    def connect_device(
-        cls,
-        store: dist.Store | str,
-        process: int,
-        num_processes: int,
-        device: torch.device,
-        timeout_s: float = 60.0,
-        *,
-        name: str = "reshard",
-    ) -> Self:
-        """As ``connect``, with the accelerator that this process's buffers lie on.
-
-        Raises:
-            ValueError: this torch has no NCCL, or ``device`` is none of its devices.
-        """
-        if not dist.is_nccl_available() or BACKENDS.get(device.type) != "nccl":
-            raise ValueError(f"device={device}: NCCL needs one of its devices and a torch built with it.")
-        transport = super().connect_device(store, process, num_processes, device, timeout_s, name=name)
-        place = f"{socket.gethostname()}/{torch.get_device_module(device).get_device_properties(device).uuid}"
-        transport._store.set(f"device/{process}", place)
-        places = [transport._store.get(f"device/{peer}").decode() for peer in range(num_processes)]
-        transport._neighbours = frozenset(peer for peer, other in enumerate(places) if other == place)
+    def _connect_devices(self) -> None:
+        if not dist.is_nccl_available() or BACKENDS.get(self._device.type) != "nccl":
+            raise ValueError(f"device={self._device}: NCCL needs one of its devices and a torch built with it.")
+        self._store.set(f"device/{self._process}", describe_place(self._device))
+        places = [self._store.get(f"device/{peer}").decode() for peer in range(self._num_processes)]
+        own = places[self._process]
+        self._neighbours = frozenset(peer for peer, other in enumerate(places) if other == own)
         options = dist.ProcessGroupNCCL.Options()
         # Later than this transport gives up: the watchdog's answer to a time-out is to end the process.
-        options._timeout = timedelta(seconds=4 * timeout_s)
-        nccl_store = dist.PrefixStore("nccl", transport._store)
-        transport._nccl = dist.ProcessGroupNCCL(nccl_store, process, num_processes, options)
-        return transport
+        options._timeout = timedelta(seconds=4 * self._timeout_s)
+        nccl_store = dist.PrefixStore("nccl", self._store)
+        self._nccl = dist.ProcessGroupNCCL(nccl_store, self._process, self._num_processes, options)
 
     def prepare(self, processes: Iterable[int]) -> None:
         """Make the communicators of pairs, one after the other, in one order of all pairs.

@@ -133,7 +133,7 @@ class GlooTransport:
         if not 0 <= process < num_processes:
             raise ValueError(f"process={process}: must be 0 to num_processes - 1 = {num_processes - 1}.")
         if isinstance(store, str):
-            store = _open_store(store, process == 0, timeout_s)
+            store = open_store(store, process == 0, timeout_s)
         store = dist.PrefixStore(name, store)
         if store.add(f"joined/{process}", 1) > 1:
             raise ValueError(
@@ -346,7 +346,8 @@ def find_note(store: dist.Store) -> str | None:
     return store.get("failure").decode() if store.check(["failure"]) else None
 
 
-def _open_store(address: str, is_master: bool, timeout_s: float) -> dist.TCPStore:
+def open_store(address: str, is_master: bool, timeout_s: float) -> dist.TCPStore:
+    """The store at ``host:port``, which ``is_master`` serves."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"store={address!r}: must be host:port, such as 10.0.0.1:29400.")
