@@ -10,6 +10,7 @@ import typer
 import moesaic
 from moesaic import runtime
 from moesaic.config import (
+    Fsdp2Config,
     ParallelSizes,
     Recipe,
     RecipeError,
@@ -18,9 +19,11 @@ from moesaic.config import (
     num_micro_batches,
     resolve_sizes,
 )
-from moesaic.config.check import MODEL_FILES
+from moesaic.config.case import MODEL_FILES
 from moesaic.config.foreign import TOOLS, render, translate
 from moesaic.config.load import apply_overrides, build_recipe, read_mapping
+from moesaic.config.rl_role_check import active_roles
+from moesaic.config.roles import RoleName, role_recipe
 from moesaic.config.run_folder import is_complete
 
 EXIT_DIFFERENT = 1
@@ -115,6 +118,11 @@ def train(
     command = ["-m", "moesaic.cli", "train", str(recipe), *(overrides or []), *(["--verbose"] if is_verbose else [])]
     if world > 1 and not runtime.under_launcher():
         raise typer.Exit(runtime.launch(command, world, Path(checked.output_dir) / "logs"))
+    if checked.stage == "rl":
+        from moesaic.rl.loop import train_rl
+
+        runtime.run_rank(train_rl, checked)
+        return
     from moesaic.train.loop import train as train_rank
 
     runtime.run_rank(train_rank, checked, is_verbose)
@@ -395,10 +403,28 @@ def _sizes_table(recipe: Recipe, sizes: ParallelSizes) -> str:
         ("expert", f"edp {sizes.edp_size} x efsdp {sizes.efsdp_size} x ep {sizes.ep_size}"),
         ("batch", _batch_text(recipe, sizes)),
     ]
+    if recipe.stage == "rl":
+        rows += [(role, _role_text(recipe, role, sizes.world_size)) for role in active_roles(recipe)]
     return "\n".join(f"  {name:<8}{text}" for name, text in rows)
 
 
+def _role_text(recipe: Recipe, role: RoleName, world_size: int) -> str:
+    """How a role lies on the ranks."""
+    laid = role_recipe(recipe, role)
+    sizes = resolve_sizes(laid, world_size)
+    experts = "" if isinstance(laid.dist_config, Fsdp2Config) else f", efsdp {sizes.efsdp_size} x ep {sizes.ep_size}"
+    return f"dp {sizes.dp_size} x cp {sizes.cp_size} x tp {sizes.tp_size}{experts}, {laid.model}"
+
+
 def _batch_text(recipe: Recipe, sizes: ParallelSizes) -> str:
+    if recipe.stage == "rl":
+        prompts, n, mini = (
+            recipe.global_batch_size or 0,
+            recipe.rollout.sampling.n,
+            recipe.algorithm.ppo_mini_batch_size,
+        )
+        updates = prompts // (mini or prompts) * recipe.algorithm.ppo_epochs
+        return f"{prompts} prompts x {n} completions a step, in {updates} update{'s' if updates > 1 else ''}"
     if recipe.micro_batch_tokens is not None:
         count, most = recipe.global_batch_size, recipe.micro_batch_tokens
         return f"{count} samples over dp {sizes.dp_size}, in micro-batches of at most {most} tokens"

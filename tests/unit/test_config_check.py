@@ -37,7 +37,7 @@ def moesaic(**fields: object) -> dict[str, object]:
     ("fields", "field"),
     [
         ({"stage": "dpo"}, "stage"),
-        ({"stage": "rl"}, "stage"),
+        ({"stage": "rm"}, "stage"),
         (moesaic(ep_dispatcher="fused"), "dist_config.ep_dispatcher"),
         (moesaic(ep_dispatcher="auto"), "dist_config.ep_dispatcher"),
     ],

@@ -16,8 +16,9 @@ from moesaic.config import load_recipe
 from moesaic.config.fields import list_fields
 from moesaic.config.foreign import TOOLS, Translation, translate
 from moesaic.config.foreign.llamafactory import LLAMAFACTORY, LLAMAFACTORY_V1
-from moesaic.config.foreign.table import Needless, NoEquivalent, Tool, Unknown
-from moesaic.config.foreign.verl import PPO, SFT
+from moesaic.config.foreign.table import NoEquivalent, Tool, Unknown
+from moesaic.config.foreign.verl import SFT
+from moesaic.config.foreign.verl_ppo import PPO
 from tests.unit.model_folders import write_model_folder
 
 LF = """
@@ -135,53 +136,6 @@ trainer:
   resume_mode: disable
 """
 
-VERL_PPO = """
-actor_rollout_ref:
-  actor:
-    optim:
-      _target_: verl.workers.config.FSDPOptimizerConfig
-      lr: 1.0e-06
-      lr_warmup_steps: -1
-      min_lr_ratio: 0.0
-      warmup_style: constant
-    fsdp_config:
-      param_offload: false
-      fsdp_size: -1
-      strategy: fsdp
-    strategy: fsdp
-    ppo_mini_batch_size: 256
-    ppo_micro_batch_size_per_gpu: 2
-    clip_ratio: 0.2
-    loss_agg_mode: token-mean
-    grad_clip: 1.0
-    ulysses_sequence_parallel_size: 2
-  rollout:
-    name: vllm
-    temperature: 1.0
-    prompt_length: ${oc.select:data.max_prompt_length,512}
-  model:
-    path: ~/models/deepseek-llm-7b-chat
-    enable_gradient_checkpointing: true
-  nccl_timeout: 600
-data:
-  train_files: ~/data/train.parquet
-  max_prompt_length: 512
-  max_response_length: 1024
-  train_batch_size: 1024
-  return_raw_chat: false
-critic:
-  ppo_epochs: ${oc.select:actor_rollout_ref.actor.ppo_epochs,1}
-algorithm:
-  adv_estimator: grpo
-  gamma: 1.0
-trainer:
-  total_epochs: 30
-  logger: [console, wandb]
-  n_gpus_per_node: 8
-  nnodes: 2
-  critic_warmup: 0
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -257,27 +211,6 @@ def test_verl_sft(folder: Path) -> None:
     assert (recipe["global_batch_size"], recipe["micro_batch_size"], recipe["dp_size"]) == (256, 4, 8)
     assert recipe["optim_config"] == {"betas": [0.9, 0.95], "weight_decay": 0.01}
     assert recipe["learning_rate"] == 1e-5 and "save_steps" not in recipe and recipe["eval_steps"] == 20
-
-
-def test_verl_ppo_names_what_is_for_reinforcement_learning() -> None:
-    translation = read("verl", VERL_PPO)
-    recipe = translation.recipe()
-    assert (recipe["stage"], recipe["cutoff_len"], recipe["cp_size"], recipe["dp_size"]) == ("rl", 1536, 2, 8)
-    assert outcomes(translation, NoEquivalent) == {
-        "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "actor_rollout_ref.actor.clip_ratio",
-        "actor_rollout_ref.actor.loss_agg_mode",
-        "actor_rollout_ref.rollout.name",
-        "actor_rollout_ref.rollout.temperature",
-        "actor_rollout_ref.rollout.prompt_length",
-        "data.return_raw_chat",
-        "critic.ppo_epochs",
-        "algorithm.gamma",
-        "trainer.critic_warmup",
-    }
-    values = {line.field: line.value for line in translation.lines}
-    assert values["actor_rollout_ref.rollout.prompt_length"] == 512 and values["critic.ppo_epochs"] == 1
-    assert "actor_rollout_ref.actor.optim._target_" in outcomes(translation, Needless)
 
 
 @pytest.mark.parametrize(
@@ -449,13 +382,6 @@ def test_unknown_fields_are_listed(tool: str, values: dict[str, Any]) -> None:
     translation = translate(tool, {**values, "brand_new": {"inner": 1, "empty": {}}})
     assert outcomes(translation, Unknown) == {"brand_new.inner", "brand_new.empty"}
     assert "UNKNOWN" in translation.table() and not translation.is_complete
-
-
-def test_verl_ppo_counts_tokens_in_the_same_way() -> None:
-    actor = {"ppo_micro_batch_size_per_gpu": 2, "ppo_max_token_len_per_gpu": 16384, "use_dynamic_bsz": True}
-    translation = translate("verl", {"actor_rollout_ref": {"actor": actor}})
-    assert translation.is_complete and translation.recipe()["micro_batch_tokens"] == 16384
-    assert "micro_batch_size" not in translation.recipe()
 
 
 def test_packing_without_attention_between_samples() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,6 +25,8 @@ from moesaic.config import (
 )
 from moesaic.config.fields import RecipeField, list_fields
 from moesaic.config.problem import show
+from moesaic.config.recipe import RL_FIELDS
+from moesaic.config.verl_names import VERL_NAMES
 from tests.unit.model_folders import write_model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +34,29 @@ DOCS = ROOT / "docs" / "recipe.md"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 MARKS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
 
+VERL_CONFIG = Path(__file__).parent / "vectors" / "verl_ppo_trainer.yaml"
+# Fields of a role that verl has, though not of a teacher.
+ROLE_KEYS = (
+    *("cp_size", "ppo_micro_batch_size_per_gpu", "micro_batch_tokens"),
+    *("activation_checkpointing", "reshard_after_forward"),
+)
+
 # More fields are more to learn, to document and to combine: raising this number is a decision.
-NUM_FIELDS = 81
+NUM_FIELDS = 210
+
+TINY = {"model_type": "qwen3_moe", "num_experts": 8, "num_attention_heads": 4, "max_position_embeddings": 128}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 40960,
+}
 
 # Recipe -> ranks, and the model whose config.json it needs.
-SHIPPED = {
+SHIPPED: Mapping[str, tuple[int, Mapping[str, object]]] = {
+    **{f"rl/{name}_tiny.yaml": (4, TINY) for name in ("grpo", "ppo", "dapo", "gspo", "opd")},
+    **{f"rl/qwen3_30b_a3b_{name}_8gpu.yaml": (8, QWEN3_30B) for name in ("grpo", "dapo")},
     "quickstart.yaml": (4, {"model_type": "qwen2_moe", "num_experts": 4}),
     "sft/qwen3_235b_a22b_hsdp_128gpu.yaml": (128, {"model_type": "qwen3_moe", "num_experts": 128}),
     "sft/qwen3_30b_a3b_8gpu.yaml": (8, {"model_type": "qwen3_moe", "num_experts": 128}),
@@ -57,10 +79,11 @@ def render_table() -> str:
 
 
 def _render_row(field: RecipeField) -> str:
-    is_section_below = isinstance(field.default, dict) and field.path != "dist_config"
+    is_section_below = isinstance(field.default, dict) and field.type_text == "section" and field.path != "dist_config"
     default = "**required**" if field.is_required else "see below" if is_section_below else f"`{show(field.default)}`"
     only = f" Only under {' and '.join(f'`{name}`' for name in field.variants)}." if field.variants else ""
-    return f"| `{field.path}` | {field.type_text} | {default} | {field.origin} | {field.description}{only} |"
+    verl = f" verl: {', '.join(f'`{name}`' for name in field.verl.split(', '))}." if field.verl else ""
+    return f"| `{field.path}` | {field.type_text} | {default} | {field.origin} | {field.description}{only}{verl} |"
 
 
 def _split_docs() -> tuple[str, str, str]:
@@ -80,8 +103,31 @@ def test_docs_list_the_fields_as_they_are() -> None:
 def test_every_field_says_what_it_is_and_whose() -> None:
     for field in list_fields():
         assert field.description.endswith("."), field.path
-        assert field.origin in ("FSDPTurbo", "LLaMA-Factory v1", "Hugging Face", "moesaic"), field.path
+        assert field.origin in ("FSDPTurbo", "LLaMA-Factory v1", "Hugging Face", "verl", "moesaic"), field.path
         assert "|" not in field.description
+
+
+def test_names_of_verl_are_verls() -> None:
+    fields = {field.path: field for field in list_fields()}
+    assert set(VERL_NAMES) <= set(fields)
+    known = set(flatten(yaml.safe_load(VERL_CONFIG.read_text(encoding="utf-8"))))
+    # kept out of the composed file, and read by its DAPO reward manager
+    known |= {f"reward.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")}
+    named = {name for names in VERL_NAMES.values() for name in names.split(", ")}
+    assert named <= known, named - known
+    # A field that claims to be verl's has a name there.
+    ours = {path for path, field in fields.items() if path.partition(".")[0] in RL_FIELDS and field.origin == "verl"}
+    lost = {"actor.model", "ref.model", *(f"teacher.{key}" for key in ROLE_KEYS), "ref.activation_checkpointing"}
+    lost |= {"kl_config", "rollout.val_sampling.max_tokens"}
+    assert ours - set(VERL_NAMES) == lost
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted names of fields and sections."""
+    for key, value in data.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
 
 
 def test_importing_config_imports_no_torch() -> None:
@@ -156,7 +202,8 @@ def test_the_list_of_shipped_recipes_is_complete() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_shipped_recipes_load_and_check(path: Path, tmp_path: Path) -> None:
+def test_shipped_recipes_load_and_check(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # of packages for rewards
     world_size, config = SHIPPED[path.relative_to(ROOT / "recipes").as_posix()]
     write_model_folder(tmp_path, config)
     (tmp_path / "data.jsonl").touch()
@@ -164,6 +211,8 @@ def test_shipped_recipes_load_and_check(path: Path, tmp_path: Path) -> None:
     overrides.append(f"output_dir={tmp_path}/run")
     if "eval_dataset" in path.read_text():
         overrides.append(f"eval_dataset.path={tmp_path}/data.jsonl")
+    if "teacher:" in path.read_text():
+        overrides.append(f"teacher.model={tmp_path}")
     recipe = load_recipe(path, overrides, world_size=world_size)
     assert check_recipe(recipe, world_size) == []
     assert f"World {world_size}:" in path.read_text(), "its comment says how many ranks it is for"

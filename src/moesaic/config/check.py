@@ -8,15 +8,18 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from moesaic.config.case import MODEL_FILES, Case, Check, is_unread
 from moesaic.config.data_check import dataset_problems, mixing_problems, token_batch_problems
 from moesaic.config.model_check import model_file_problems, model_problems, packing_problems
 from moesaic.config.parallel import ParallelSizes, dense_size_problems, expert_size_problems
 from moesaic.config.problem import Problem, show
 from moesaic.config.recipe import Fsdp2Config, FsdpTurboConfig, Recipe
+from moesaic.config.rl_check import RL_CHECKS
+from moesaic.config.rl_role_check import ROLE_CHECKS
+from moesaic.config.rl_unused import UNUSED_CHECKS
 from moesaic.config.run_folder import run_folder_problems
 from moesaic.config.sequence_check import sequence_problems
 
@@ -28,13 +31,11 @@ ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_
 HUB_KERNEL = re.compile(r"[^/:@\s]+/[^/:@\s]+(?:@[^/:\s]+)?(?::[^/:\s]+)?")
 # Values of report_to that are packages of their own.
 OPTIONAL_BOARDS = ("wandb",)
-# Not a field: what a caller that reads no weights and no tokenizer leaves out, beside the fields it doesn't read.
-MODEL_FILES = "files of model"
 # What the number of ranks may follow from.
 WORLD_FIELDS = ("dp_size", "mp_shard_size", "mp_replicate_size", "cp_size", "tp_size")
 
 # What runs can be trained for so far.
-STAGES = ("sft", "pt")
+STAGES = ("sft", "pt", "rl")
 
 # Known fields of which only one value works so far.
 ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
@@ -42,20 +43,6 @@ ONLY_SO_FAR: Mapping[str, object] = MappingProxyType(
         "dist_config.ep_dispatcher": "eager",
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """What checks look at. ``world_size`` is None where neither the caller nor the recipe says it."""
-
-    recipe: Recipe
-    world_size: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Check:
-    needs: tuple[str, ...]
-    find: Callable[[_Case], Iterable[Problem]]
 
 
 def check_recipe(
@@ -79,10 +66,10 @@ def check_recipe(
         )
         return [problem, *check_recipe(recipe, None, unread=unread)]
     world_size = world_size or _implied_world_size(recipe, unread)
-    if world_size is None and not _is_unread(WORLD_FIELDS, unread):  # an unread field might have said it
+    if world_size is None and not is_unread(WORLD_FIELDS, unread):  # an unread field might have said it
         world_size = default_world_size
-    case = _Case(recipe=recipe, world_size=world_size)
-    return [problem for check in CHECKS if not _is_unread(check.needs, unread) for problem in check.find(case)]
+    case = Case(recipe=recipe, world_size=world_size)
+    return [problem for check in CHECKS if not is_unread(check.needs, unread) for problem in check.find(case)]
 
 
 def resolve_sizes(recipe: Recipe, world_size: int | None = None) -> ParallelSizes:
@@ -119,40 +106,35 @@ def num_micro_batches(recipe: Recipe, sizes: ParallelSizes) -> int:
 
 def _implied_world_size(recipe: Recipe, unread: frozenset[str]) -> int | None:
     """Ranks of the run, where the recipe's sizes give them: dp * cp * tp, or mp_replicate * mp_shard * tp."""
-    if recipe.dp_size is not None and not _is_unread(("dp_size", "cp_size", "tp_size"), unread):
+    if recipe.dp_size is not None and not is_unread(("dp_size", "cp_size", "tp_size"), unread):
         return recipe.dp_size * recipe.cp_size * recipe.tp_size
-    if recipe.mp_shard_size is not None and not _is_unread(("mp_shard_size", "mp_replicate_size", "tp_size"), unread):
+    if recipe.mp_shard_size is not None and not is_unread(("mp_shard_size", "mp_replicate_size", "tp_size"), unread):
         return recipe.mp_replicate_size * recipe.mp_shard_size * recipe.tp_size
     return None
 
 
-def _is_unread(fields: Iterable[str], unread: frozenset[str]) -> bool:
-    """True where one of ``fields``, or the section it is in, is unread."""
-    return any(field in unread or field.partition(".")[0] in unread for field in fields)
-
-
-def _only_so_far(field: str) -> _Check:
+def _only_so_far(field: str) -> Check:
     """The check that ``field`` holds the one value that works."""
     allowed = ONLY_SO_FAR[field]
     section, _, key = field.rpartition(".")
 
-    def find(case: _Case) -> Iterable[Problem]:
+    def find(case: Case) -> Iterable[Problem]:
         plain = case.recipe.model_dump()
         value = (plain[section] if section else plain).get(key, allowed)
         if value != allowed:
             rule = f"not yet: {show(value)} is known, and only {show(allowed)} works so far"
             yield Problem(field=field, value=value, rule=rule, remedy=f"set {show(allowed)}, or remove it")
 
-    return _Check(needs=(field,), find=find)
+    return Check(needs=(field,), find=find)
 
 
-def _stage_problems(case: _Case) -> Iterable[Problem]:
+def _stage_problems(case: Case) -> Iterable[Problem]:
     if case.recipe.stage not in STAGES:
         rule = f"not yet: {case.recipe.stage} is known, and only {' and '.join(STAGES)} work so far"
         yield Problem(field="stage", value=case.recipe.stage, rule=rule, remedy="set one of these, or remove it")
 
 
-def _kernel_problems(case: _Case) -> Iterable[Problem]:
+def _kernel_problems(case: Case) -> Iterable[Problem]:
     config = case.recipe.kernel_config
     for field, names, known in (("name", config.names, KERNEL_NAMES), ("include_kernels", config.kernels, KERNELS)):
         for name in names:
@@ -166,7 +148,7 @@ def _kernel_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field="kernel_config.name", value=config.name, rule="names nothing", remedy=remedy)
 
 
-def _attention_problems(case: _Case) -> Iterable[Problem]:
+def _attention_problems(case: Case) -> Iterable[Problem]:
     name = case.recipe.attn_implementation
     if name is not None and name not in ATTENTIONS and not HUB_KERNEL.fullmatch(name):
         rule = f"is none of {', '.join(ATTENTIONS)}, and no kernel of the Hub (owner/name)"
@@ -175,7 +157,7 @@ def _attention_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field="attn_implementation", value=name, rule=rule, remedy=remedy)
 
 
-def _dtype_problems(case: _Case) -> Iterable[Problem]:
+def _dtype_problems(case: Case) -> Iterable[Problem]:
     if case.recipe.storage_dtype == "bf16" and case.recipe.compute_dtype == "fp32":
         yield Problem(
             field="master_dtype",
@@ -185,7 +167,7 @@ def _dtype_problems(case: _Case) -> Iterable[Problem]:
         )
 
 
-def _exchange_problems(case: _Case) -> Iterable[Problem]:
+def _exchange_problems(case: Case) -> Iterable[Problem]:
     recipe = case.recipe
     if recipe.exchanged_tokens == "keep":
         return
@@ -198,7 +180,7 @@ def _exchange_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field=field, value=value, rule=rule, remedy="set activation_checkpointing: true, or remove it")
 
 
-def _implementation_problems(case: _Case) -> Iterable[Problem]:
+def _implementation_problems(case: Case) -> Iterable[Problem]:
     config = case.recipe.dist_config
     if not isinstance(config, Fsdp2Config) and config.fsdp_implementation == "custom" and config.ep_size == 1:
         yield Problem(
@@ -216,32 +198,32 @@ def _implementation_problems(case: _Case) -> Iterable[Problem]:
         )
 
 
-def _eval_problems(case: _Case) -> Iterable[Problem]:
+def _eval_problems(case: Case) -> Iterable[Problem]:
     if case.recipe.eval_steps is not None and not case.recipe.eval_dataset:
         rule, remedy = "needs samples to evaluate on", "set eval_dataset, or remove eval_steps"
         yield Problem(field="eval_steps", value=case.recipe.eval_steps, rule=rule, remedy=remedy)
 
 
-def _best_problems(case: _Case) -> Iterable[Problem]:
+def _best_problems(case: Case) -> Iterable[Problem]:
     if case.recipe.load_best_model_at_end and not case.recipe.eval_dataset:
         rule, remedy = "needs samples to evaluate on", "set eval_dataset, or remove load_best_model_at_end"
         yield Problem(field="load_best_model_at_end", value=True, rule=rule, remedy=remedy)
 
 
-def _report_problems(case: _Case) -> Iterable[Problem]:
+def _report_problems(case: Case) -> Iterable[Problem]:
     for name in OPTIONAL_BOARDS:
         if name in case.recipe.report_to and importlib.util.find_spec(name) is None:
             rule, remedy = f"the package {name} isn't installed", f"pip install 'moesaic[{name}]', or remove {name}"
             yield Problem(field="report_to", value=case.recipe.report_to, rule=rule, remedy=remedy)
 
 
-def _optimizer_problems(case: _Case) -> Iterable[Problem]:
+def _optimizer_problems(case: Case) -> Iterable[Problem]:
     if case.recipe.optim_config.name == "muon":
         rule = "torch's Muon takes matrices only, and experts are stacks of them"
         yield Problem(field="optim_config.name", value="muon", rule=rule, remedy="set adamw, or remove it")
 
 
-def _dump_problems(case: _Case) -> Iterable[Problem]:
+def _dump_problems(case: Case) -> Iterable[Problem]:
     dump, max_steps = case.recipe.dump, case.recipe.max_steps
     if dump is None:
         return
@@ -253,7 +235,7 @@ def _dump_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field="dump.steps", value=dump.steps, rule=rule, remedy=remedy)
 
 
-def _schedule_problems(case: _Case) -> Iterable[Problem]:
+def _schedule_problems(case: Case) -> Iterable[Problem]:
     schedule, max_steps = case.recipe.lr_scheduler_config, case.recipe.max_steps
     section = "lr_scheduler_config"
     if schedule.warmup_steps and schedule.warmup_ratio is not None:
@@ -267,7 +249,7 @@ def _schedule_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field=f"{section}.warmup_steps", value=schedule.warmup_steps, rule=rule, remedy=remedy)
 
 
-def _dp_problems(case: _Case) -> Iterable[Problem]:
+def _dp_problems(case: Case) -> Iterable[Problem]:
     recipe, world = case.recipe, case.world_size
     if world is None or recipe.dp_size is None:
         return
@@ -282,7 +264,7 @@ def _dp_problems(case: _Case) -> Iterable[Problem]:
         )
 
 
-def _mp_shard_problems(case: _Case) -> Iterable[Problem]:
+def _mp_shard_problems(case: Case) -> Iterable[Problem]:
     recipe, world = case.recipe, case.world_size
     if world is None or recipe.mp_shard_size is None:
         return
@@ -302,12 +284,12 @@ def _or_set(world: int, ranks: int) -> str:
     return "" if world % ranks else f" or set {world // ranks}"
 
 
-def _dense_problems(case: _Case) -> Iterable[Problem]:
+def _dense_problems(case: Case) -> Iterable[Problem]:
     recipe, world = case.recipe, case.world_size
     return dense_size_problems(world, recipe.cp_size, recipe.tp_size, recipe.mp_replicate_size) if world else ()
 
 
-def _expert_problems(case: _Case) -> Iterable[Problem]:
+def _expert_problems(case: Case) -> Iterable[Problem]:
     config, world = case.recipe.dist_config, case.world_size
     if world is None or isinstance(config, Fsdp2Config):
         return ()
@@ -316,10 +298,12 @@ def _expert_problems(case: _Case) -> Iterable[Problem]:
     return [problem for problem in found if config.edp_size is not None or problem.field != "dist_config.edp_size"]
 
 
-def _batch_problems(case: _Case) -> Iterable[Problem]:
+def _batch_problems(case: Case) -> Iterable[Problem]:
     recipe, world = case.recipe, case.world_size
     ranks = recipe.cp_size * recipe.tp_size
     if world is None or world % ranks or recipe.global_batch_size is None or recipe.micro_batch_tokens is not None:
+        return
+    if recipe.stage == "rl":  # it counts prompts there, and trajectories are dealt out to the ranks
         return
     step = recipe.micro_batch_size * (world // ranks)
     below = recipe.global_batch_size // step * step
@@ -331,37 +315,37 @@ def _batch_problems(case: _Case) -> Iterable[Problem]:
         yield Problem(field="global_batch_size", value=recipe.global_batch_size, rule=rule, remedy=remedy)
 
 
-CHECKS: tuple[_Check, ...] = (
+CHECKS: tuple[Check, ...] = (
     *(_only_so_far(field) for field in ONLY_SO_FAR),
-    _Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
-    _Check(needs=("model", MODEL_FILES), find=lambda case: model_file_problems(case.recipe)),
-    _Check(
+    Check(needs=("model", "dist_config.ep_size"), find=lambda case: model_problems(case.recipe)),
+    Check(needs=("model", MODEL_FILES), find=lambda case: model_file_problems(case.recipe)),
+    Check(
         needs=("model", "cp_size", "tp_size", "attn_implementation"), find=lambda case: sequence_problems(case.recipe)
     ),
-    _Check(needs=("model", "packing", "micro_batch_tokens"), find=lambda case: packing_problems(case.recipe)),
-    _Check(needs=("stage",), find=_stage_problems),
-    _Check(needs=("train_dataset", "eval_dataset", "stage"), find=lambda case: dataset_problems(case.recipe)),
-    _Check(needs=("train_dataset", "max_steps"), find=lambda case: mixing_problems(case.recipe)),
-    _Check(
+    Check(needs=("model", "packing", "micro_batch_tokens"), find=lambda case: packing_problems(case.recipe)),
+    Check(needs=("stage",), find=_stage_problems),
+    Check(needs=("train_dataset", "eval_dataset", "stage"), find=lambda case: dataset_problems(case.recipe)),
+    Check(needs=("train_dataset", "max_steps"), find=lambda case: mixing_problems(case.recipe)),
+    Check(
         needs=(
             *("micro_batch_tokens", "micro_batch_size", "packing", "global_batch_size"),
-            *("cutoff_len", "cp_size", "tp_size", "train_dataset"),
+            *("cutoff_len", "cp_size", "tp_size", "train_dataset", "stage"),
         ),
         find=lambda case: token_batch_problems(case.recipe),
     ),
-    _Check(needs=("kernel_config.name", "kernel_config.include_kernels"), find=_kernel_problems),
-    _Check(needs=("bf16", "master_dtype", "dist_config.name"), find=_dtype_problems),
-    _Check(needs=("exchanged_tokens", "activation_checkpointing", "dist_config.name"), find=_exchange_problems),
-    _Check(
+    Check(needs=("kernel_config.name", "kernel_config.include_kernels"), find=_kernel_problems),
+    Check(needs=("bf16", "master_dtype", "dist_config.name"), find=_dtype_problems),
+    Check(needs=("exchanged_tokens", "activation_checkpointing", "dist_config.name"), find=_exchange_problems),
+    Check(
         needs=("dist_config.hook_modules", "dist_config.fsdp_implementation", "dist_config.ep_size"),
         find=_implementation_problems,
     ),
-    _Check(needs=("eval_steps", "eval_dataset"), find=_eval_problems),
-    _Check(needs=("load_best_model_at_end", "eval_dataset"), find=_best_problems),
-    _Check(needs=("report_to",), find=_report_problems),
-    _Check(needs=("optim_config.name",), find=_optimizer_problems),
-    _Check(needs=("dump.steps", "dump.params", "dump.what", "max_steps"), find=_dump_problems),
-    _Check(
+    Check(needs=("eval_steps", "eval_dataset"), find=_eval_problems),
+    Check(needs=("load_best_model_at_end", "eval_dataset"), find=_best_problems),
+    Check(needs=("report_to",), find=_report_problems),
+    Check(needs=("optim_config.name",), find=_optimizer_problems),
+    Check(needs=("dump.steps", "dump.params", "dump.what", "max_steps"), find=_dump_problems),
+    Check(
         needs=(
             "max_steps",
             "lr_scheduler_config.name",
@@ -371,14 +355,17 @@ CHECKS: tuple[_Check, ...] = (
         ),
         find=_schedule_problems,
     ),
-    _Check(needs=("resume_from_checkpoint", "output_dir"), find=lambda case: run_folder_problems(case.recipe)),
-    _Check(needs=("attn_implementation",), find=_attention_problems),
-    _Check(needs=("dp_size", "cp_size", "tp_size"), find=_dp_problems),
-    _Check(needs=("mp_shard_size", "mp_replicate_size", "tp_size"), find=_mp_shard_problems),
-    _Check(needs=("cp_size", "tp_size", "mp_replicate_size"), find=_dense_problems),
-    _Check(needs=("mp_replicate_size", "dist_config.ep_size", "dist_config.edp_size"), find=_expert_problems),
-    _Check(
-        needs=("global_batch_size", "micro_batch_size", "micro_batch_tokens", "cp_size", "tp_size"),
+    Check(needs=("resume_from_checkpoint", "output_dir"), find=lambda case: run_folder_problems(case.recipe)),
+    Check(needs=("attn_implementation",), find=_attention_problems),
+    Check(needs=("dp_size", "cp_size", "tp_size"), find=_dp_problems),
+    Check(needs=("mp_shard_size", "mp_replicate_size", "tp_size"), find=_mp_shard_problems),
+    Check(needs=("cp_size", "tp_size", "mp_replicate_size"), find=_dense_problems),
+    Check(needs=("mp_replicate_size", "dist_config.ep_size", "dist_config.edp_size"), find=_expert_problems),
+    Check(
+        needs=("global_batch_size", "micro_batch_size", "micro_batch_tokens", "cp_size", "tp_size", "stage"),
         find=_batch_problems,
     ),
+    *RL_CHECKS,
+    *ROLE_CHECKS,
+    *UNUSED_CHECKS,
 )

@@ -12,6 +12,8 @@ from moesaic.config.recipe import DatasetConfig, Recipe
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 # Files that hold one value: a stream would have to read all of it.
 WHOLE_SUFFIXES = (".json", ".txt")
+# Formats of prompts without an answer to learn; ``stage: rl`` reads these and no other.
+PROMPT_FORMATS = ("prompt", "verl", "reasoning_gym")
 
 
 def dataset_problems(recipe: Recipe) -> Iterable[Problem]:
@@ -55,16 +57,23 @@ def token_batch_problems(recipe: Recipe) -> Iterable[Problem]:
     if recipe.global_batch_size is None:
         rule, remedy = "micro_batch_tokens doesn't say how many samples a step has", "set global_batch_size"
         yield Problem(field="global_batch_size", value=None, rule=rule, remedy=remedy)
-    multiple = recipe.cp_size * recipe.tp_size
-    if budget // multiple * multiple < recipe.cutoff_len:
-        rounded = "" if multiple == 1 else f", in multiples of cp_size * tp_size = {multiple}"
-        rule = f"a sample may have cutoff_len = {recipe.cutoff_len} tokens, and one micro-batch holds it whole{rounded}"
-        least = -(-recipe.cutoff_len // multiple) * multiple
-        yield Problem(field=field, value=budget, rule=rule, remedy=f"set {least} or more, or a smaller cutoff_len")
+    if recipe.stage != "rl":  # where the longest sample is a role's affair (rl_role_check.py)
+        yield from budget_problems(recipe, "a sample", "cutoff_len")
     if any(dataset.streaming for dataset in recipe.train_dataset):
         rule = "ranks share a step out by the lengths of all its samples, and a stream's aren't known"
         remedy = "remove streaming, or set packing: true with a micro_batch_size instead"
         yield Problem(field=field, value=budget, rule=rule, remedy=remedy)
+
+
+def budget_problems(recipe: Recipe, what: str, limit: str) -> Iterable[Problem]:
+    """``micro_batch_tokens`` that can't hold a sample of ``cutoff_len`` tokens, which ``limit`` sets."""
+    budget, multiple = recipe.micro_batch_tokens, recipe.cp_size * recipe.tp_size
+    if budget is not None and budget // multiple * multiple < recipe.cutoff_len:
+        rounded = "" if multiple == 1 else f", in multiples of cp_size * tp_size = {multiple}"
+        rule = f"{what} may have {limit} = {recipe.cutoff_len} tokens, and one micro-batch holds it whole{rounded}"
+        least = -(-recipe.cutoff_len // multiple) * multiple
+        remedy = f"set {least} or more, or a smaller {limit}"
+        yield Problem(field="micro_batch_tokens", value=budget, rule=rule, remedy=remedy)
 
 
 def _streaming_problems(recipe: Recipe) -> Iterable[Problem]:
@@ -90,21 +99,45 @@ def _streaming_problems(recipe: Recipe) -> Iterable[Problem]:
 
 
 def _source_problems(name: str, dataset: DatasetConfig, stage: str) -> Iterable[Problem]:
-    """A path with a data file's ending must exist; anything else may be the name of a dataset."""
+    """A path with a data file's ending must exist; anything else may be the name of a dataset, or of a task."""
     if dataset.path.endswith(DATA_SUFFIXES) and not Path(dataset.path).is_file():
         rule = f"no such file (seen from {Path.cwd()})"
         yield Problem(field=name, value=dataset.path, rule=rule, remedy="correct the path, or make the file first")
     is_text = dataset.format == "text" or dataset.path.endswith(".txt")
+    field, value = f"{name}.format", dataset.format
     if stage == "pt" and dataset.format not in ("auto", "text"):
-        rule = f"stage: pt reads plain text, and {dataset.format} is a format of conversations"
-        yield Problem(field=f"{name}.format", value=dataset.format, rule=rule, remedy="set text, or stage: sft")
+        kind = "prompts" if dataset.format in PROMPT_FORMATS else "conversations"
+        rule = f"stage: pt reads plain text, and {dataset.format} is a format of {kind}"
+        yield Problem(field=field, value=value, rule=rule, remedy="set text, or stage: sft")
     elif stage == "sft" and is_text:
         rule = "plain text has no turns to train on under stage: sft"
-        yield Problem(field=f"{name}.format", value=dataset.format, rule=rule, remedy="set stage: pt, or other data")
+        yield Problem(field=field, value=value, rule=rule, remedy="set stage: pt, or other data")
+    elif stage == "sft" and dataset.format in PROMPT_FORMATS:
+        rule = f"{dataset.format} holds prompts without the answers that stage: sft trains on"
+        yield Problem(field=field, value=value, rule=rule, remedy="set stage: rl, or another format")
+    elif stage == "rl" and (is_text or dataset.format not in ("auto", *PROMPT_FORMATS)):
+        rule = f"stage: rl reads prompts, and {'plain text' if is_text else dataset.format} holds none"
+        remedy = f"set one of {', '.join(PROMPT_FORMATS)}, with data of that form"
+        yield Problem(field=field, value=value, rule=rule, remedy=remedy)
+    yield from _task_problems(name, dataset)
+
+
+def _task_problems(name: str, dataset: DatasetConfig) -> Iterable[Problem]:
+    """Rows are made by a task, and then so many; or they are read."""
+    if dataset.format == "reasoning_gym":
+        if dataset.size is None:
+            rule, remedy = "a task makes as many rows as it is told", "set how many"
+            yield Problem(field=f"{name}.size", value=None, rule=rule, remedy=remedy)
+        return
+    for key, value in (("size", dataset.size), ("options", dataset.options or None)):
+        if value is not None:
+            rule = "rows are read, not made: it counts for format: reasoning_gym alone"
+            yield Problem(field=f"{name}.{key}", value=value, rule=rule, remedy="remove it, or set that format")
 
 
 def _same_problems(datasets: Sequence[DatasetConfig]) -> Iterable[Problem]:
-    for (path, split), count in Counter((dataset.path, dataset.split) for dataset in datasets).items():
+    read = [dataset for dataset in datasets if dataset.format != "reasoning_gym"]
+    for (path, split), count in Counter((dataset.path, dataset.split) for dataset in read).items():
         if count > 1:
             rule, remedy = f"split {split} of it is named {count} times", "keep one of them"
             yield Problem(field="eval_dataset", value=path, rule=rule, remedy=remedy)

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from moesaic.config.recipe import DIST_CONFIGS, DatasetConfig, Recipe
 from moesaic.config.section import LF, Section
+from moesaic.config.verl_names import VERL_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class RecipeField:
         type_text: its type in words, e.g. ``integer or null``.
         default: None where ``is_required``, or where None is the default.
         variants: for fields of ``dist_config``: the names under which they exist.
+        verl: verl's full name of it; empty where verl has no such field.
     """
 
     path: str
@@ -31,19 +33,21 @@ class RecipeField:
     origin: str
     description: str
     variants: tuple[str, ...] = ()
+    verl: str = ""
 
 
 def list_fields() -> tuple[RecipeField, ...]:
     """All fields, in the order of the classes, sections followed by their own fields."""
-    fields: list[RecipeField] = []
-    for name, info in Recipe.model_fields.items():
-        fields.append(_describe(name, info))
-        if name == "dist_config":
-            fields += _dist_config_fields()
+    return tuple(_list("", Recipe.model_fields))
+
+
+def _list(prefix: str, infos: Mapping[str, FieldInfo]) -> Iterator[RecipeField]:
+    for name, info in infos.items():
+        yield _describe(f"{prefix}{name}", info)
+        if f"{prefix}{name}" == "dist_config":
+            yield from _dist_config_fields()
         else:
-            for key, inner in section_fields(info).items():
-                fields.append(_describe(f"{name}.{key}", inner))
-    return tuple(fields)
+            yield from _list(f"{prefix}{name}.", section_fields(info))
 
 
 def section_fields(info: FieldInfo) -> Mapping[str, FieldInfo]:
@@ -62,6 +66,7 @@ def _dist_config_fields() -> Iterator[RecipeField]:
         is_required=True,
         origin=LF,
         description=" ".join(f"`{name}`: {_text(kind, 'name')}" for name, kind in DIST_CONFIGS.items()),
+        verl=VERL_NAMES["dist_config.name"],
     )
     infos = {key: info for kind in DIST_CONFIGS.values() for key, info in kind.model_fields.items() if key != "name"}
     for key, info in infos.items():
@@ -75,7 +80,7 @@ def _text(kind: type[Section], key: str) -> str:
 
 def _describe(path: str, info: FieldInfo, variants: tuple[str, ...] = ()) -> RecipeField:
     assert info.description and isinstance(info.json_schema_extra, dict), f"{path} has no about(...)"
-    default = None if info.is_required() else info.get_default()
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
     return RecipeField(
         path=path,
         type_text=type_text(info.annotation),
@@ -84,6 +89,7 @@ def _describe(path: str, info: FieldInfo, variants: tuple[str, ...] = ()) -> Rec
         origin=str(info.json_schema_extra["origin"]),
         description=info.description,
         variants=variants,
+        verl=VERL_NAMES.get(path, ""),
     )
 
 
@@ -95,6 +101,8 @@ def type_text(annotation: Any) -> str:
     if annotation in words:
         return words[annotation]
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is dict:
+        return "mapping"
     if origin is Literal:
         return _any_of(args)
     if origin is tuple:

@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from moesaic.config.fields import RecipeField, list_fields, section_fields
 from moesaic.config.problem import Problem, show
-from moesaic.config.recipe import DIST_CONFIGS, LISTED_SECTIONS, SHORTHAND_SECTIONS, Recipe
+from moesaic.config.recipe import DIST_CONFIGS, LISTED_SECTIONS, RL_FIELDS, SHORTHAND_SECTIONS, Recipe
 
 # Older FSDPTurbo recipes name the experts' modules; here, as in its present form, the model's spec does.
 SPEC_DECIDES = ("ep_modules", "ep_fsdp_modules")
@@ -24,17 +25,33 @@ SPEC_DECIDES = ("ep_modules", "ep_fsdp_modules")
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "batching_strategy": "packing",
+        "beta": "kl_config.coef",
+        "clip_ratio": "algorithm.clip_ratio_low",
         "dataset": "train_dataset",
         "deterministic": "full_determinism",
+        "epsilon": "algorithm.clip_ratio_low",
+        "epsilon_high": "algorithm.clip_ratio_high",
         "enable_activation_checkpointing": "activation_checkpointing",
         "flash_attn": "attn_implementation",
         "gradient_accumulation_steps": "global_batch_size",
         "gradient_checkpointing": "activation_checkpointing",
+        "kl_coef": "kl_config.coef",
+        "kl_loss_coef": "kl_config.coef",
+        "kl_loss_type": "kl_config.estimator",
         "lr_scheduler_type": "lr_scheduler_config.name",
+        "max_completion_length": "rollout.sampling.max_tokens",
+        "max_response_length": "rollout.sampling.max_tokens",
         "model_name_or_path": "model",
+        "num_generations": "rollout.sampling.n",
         "offload_params": "offload",
         "per_device_train_batch_size": "micro_batch_size",
+        "reward_funcs": "reward.functions",
+        "rollout_n": "rollout.sampling.n",
+        "tensor_model_parallel_size": "rollout.tp_size",
         "timeout": "dist_timeout",
+        "train_batch_size": "global_batch_size",
+        "train_files": "train_dataset",
+        "val_files": "eval_dataset",
     }
 )
 
@@ -46,6 +63,9 @@ PYDANTIC_WORDS = (
     (" after validation", ""),
 )
 
+# A key as near as this to a field of its own section is that field, misspelt; whatever other sections have.
+ALMOST_SURE = 0.85
+
 # Stands in for a required field that is missing, while the rest is checked.
 PLACEHOLDER = "missing"
 
@@ -56,10 +76,10 @@ def parse_recipe(data: Mapping[str, Any]) -> tuple[Recipe, list[Problem], frozen
     Unread fields hold their defaults in the recipe, so it may be used only to look for further problems.
     """
     fields = {field.path: field for field in list_fields()}
-    plain = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    plain = {key: _copy(value) for key, value in data.items()}
     problems: list[Problem] = []
     unread: set[str] = set()
-    _drop_empty_sections(plain)
+    _drop_empty_sections(plain, Recipe.model_fields)
     _list_datasets(plain)
     _settle_dist_name(plain, problems, unread)
     _take_unknown_keys(plain, fields, problems, unread)
@@ -70,12 +90,22 @@ def parse_recipe(data: Mapping[str, Any]) -> tuple[Recipe, list[Problem], frozen
             _take_bad_values(plain, error, fields, problems, unread)
 
 
-def _drop_empty_sections(plain: dict[str, Any]) -> None:
-    """``kernel_config:`` with nothing behind it means the default, as an absent one does."""
-    for name, info in Recipe.model_fields.items():
-        is_section = name == "dist_config" or bool(section_fields(info))
-        if is_section and not info.is_required() and plain.get(name, 0) is None:
-            del plain[name]
+def _copy(value: Any) -> Any:
+    """New dictionaries and lists, all the way down: what is wrong is taken out of them."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _drop_empty_sections(plain: dict[str, Any], infos: Mapping[str, FieldInfo]) -> None:
+    """``kernel_config:`` with nothing behind it means the default, as an absent one does; in sections too."""
+    for name, info in infos.items():
+        inner = section_fields(info)
+        if name == "dist_config" or inner:
+            if not info.is_required() and plain.get(name, 0) is None:
+                del plain[name]
+            elif isinstance(plain.get(name), dict):
+                _drop_empty_sections(plain[name], inner)
 
 
 def _list_datasets(plain: dict[str, Any]) -> None:
@@ -107,9 +137,8 @@ def _take_unknown_keys(
     plain: dict[str, Any], fields: Mapping[str, RecipeField], problems: list[Problem], unread: set[str]
 ) -> None:
     """Remove keys that no field has; a field that was probably meant counts as unread."""
-    sections = dict.fromkeys(path.partition(".")[0] for path in fields if "." in path)
-    listed = [(section, item) for section in sections for item in _items(plain, section)]
-    for section, mapping in (("", plain), *listed):
+    sections = dict.fromkeys(path.rpartition(".")[0] for path in fields)  # "" is the top level
+    for section, mapping in [(name, item) for name in sections for item in _items(plain, name)]:
         prefix = f"{section}." if section else ""
         if not isinstance(mapping, dict):
             continue
@@ -122,9 +151,12 @@ def _take_unknown_keys(
 
 
 def _items(plain: Mapping[str, Any], section: str) -> list[Any]:
-    """The section, or all of its list."""
-    value = plain.get(section)
-    return value if isinstance(value, list) else [value]
+    """The values of a section: one, or those of all sections in a list; the recipe itself where ``section`` is ""."""
+    values: list[Any] = [plain]
+    for key in section.split(".") if section else ():
+        inner = [value.get(key) for value in values if isinstance(value, dict)]
+        values = [item for value in inner for item in (value if isinstance(value, list) else [value])]
+    return values
 
 
 def _is_known(path: str, plain: Mapping[str, Any], fields: Mapping[str, RecipeField]) -> bool:
@@ -134,8 +166,8 @@ def _is_known(path: str, plain: Mapping[str, Any], fields: Mapping[str, RecipeFi
 
 def _is_given(plain: Mapping[str, Any], path: str) -> bool:
     section, _, key = path.rpartition(".")
-    mapping = plain.get(section) if section else plain
-    return isinstance(mapping, dict) and key in mapping
+    items = _items(plain, section)
+    return len(items) == 1 and isinstance(items[0], dict) and key in items[0]
 
 
 def _explain_unknown_key(
@@ -147,8 +179,9 @@ def _explain_unknown_key(
         path.removeprefix(prefix) for path in fields if path.startswith(prefix) and "." not in path[len(prefix) :]
     ]
     siblings = [name for name in siblings if _is_known(f"{prefix}{name}", plain, fields)]
-    elsewhere = [path for path in fields if path.rpartition(".")[2] == key and key != "name"]
     close = difflib.get_close_matches(key, siblings, n=1)
+    is_slip = bool(section and difflib.get_close_matches(key, siblings, n=1, cutoff=ALMOST_SURE))
+    elsewhere = [] if is_slip else _elsewhere(key, bool(close), plain, fields)
     place = f"in {section}" if section else "at the top level"
     meant: str | None = None
     if key in SPEC_DECIDES:
@@ -175,6 +208,14 @@ def _explain_unknown_key(
     return Problem(field=f"{prefix}{key}", value=value, rule=rule, remedy=remedy), meant
 
 
+def _elsewhere(key: str, is_near: bool, plain: Mapping[str, Any], fields: Mapping[str, RecipeField]) -> list[str]:
+    """Fields of this name in other sections. Where ``stage`` is another, those for reinforcement learning are meant
+    only if there are no others, and no field of nearly that name (``is_near``)."""
+    found = [path for path in fields if path.rpartition(".")[2] == key and key != "name"]
+    others = [path for path in found if path.partition(".")[0] not in RL_FIELDS]
+    return others if (others or is_near) and plain.get("stage") != "rl" else found
+
+
 def _take_bad_values(
     plain: dict[str, Any],
     error: ValidationError,
@@ -184,10 +225,9 @@ def _take_bad_values(
 ) -> None:
     """Note each of pydantic's errors, and remove the value behind it so that the next attempt succeeds."""
     for item in error.errors(include_url=False, include_context=False):
-        path = _field_path(item["loc"])
-        assert path in fields, f"no field for {item}"
-        section, _, key = path.rpartition(".")
-        mapping = _mapping_at(plain, item["loc"]) if section else plain
+        path = _field_path(item["loc"], fields)
+        key = path.rpartition(".")[2]
+        mapping = _mapping_at(plain, item["loc"], path)
         if path not in unread:  # else its misspelt name, or another part of its value, has been noted already
             unread.add(path)
             value = None if item["type"] == "missing" else mapping[key]
@@ -198,17 +238,25 @@ def _take_bad_values(
             mapping.pop(key, None)
 
 
-def _mapping_at(plain: Mapping[str, Any], location: Sequence[int | str]) -> Any:
-    """The section that holds the value at a pydantic location; of a list, the right one."""
-    value = plain[str(location[0])]
-    return value[int(location[1])] if isinstance(value, list) else value
+def _mapping_at(plain: Mapping[str, Any], location: Sequence[int | str], path: str) -> Any:
+    """The section that holds the field ``path`` at a pydantic location; of a list, the right one."""
+    value: Any = plain
+    positions = list(location)
+    for key in path.split(".")[:-1]:
+        del positions[: positions.index(key) + 1]
+        value = value[key]
+        if isinstance(value, list):
+            value = value[int(positions[0])]
+    return value
 
 
-def _field_path(location: Iterable[int | str]) -> str:
-    """Dotted field of a pydantic location: without the union's tag, and without positions inside a list."""
+def _field_path(location: Iterable[int | str], fields: Mapping[str, RecipeField]) -> str:
+    """Dotted field of a pydantic location: without the union's tag, and without positions and keys inside a value."""
     parts = [str(part) for part in location if isinstance(part, str)]
     if parts[0] == "dist_config" and len(parts) > 1 and parts[1] in DIST_CONFIGS:
         del parts[1]
+    while ".".join(parts) not in fields:
+        del parts[-1]
     return ".".join(parts)
 
 

@@ -12,7 +12,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from moesaic.config.section import FSDPTURBO, HF, LF, OURS, Section, about
+from moesaic.config.rl_sections import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    DistillationConfig,
+    KlConfig,
+    RewardConfig,
+    RoleConfig,
+    RolloutConfig,
+)
+from moesaic.config.section import FSDPTURBO, HF, LF, OURS, VERL, Section, about
 
 
 def _as_list(data: Any) -> Any:
@@ -29,10 +39,21 @@ class DatasetConfig(Section):
         str, about(OURS, "A .jsonl, .json, .parquet or .txt file, a folder, or a name for the `datasets` library.")
     ]
     format: Annotated[
-        Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"],
-        about(OURS, "How a sample is written; `auto`: told by the columns. `text` is for `stage: pt`, and only it."),
+        Literal[
+            "auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "prompt", "verl", "reasoning_gym"
+        ],
+        about(
+            OURS,
+            "How a sample is written; `auto`: told by the columns. `text` is for `stage: pt`, and only it; for `stage: "
+            "rl`, and only it: `prompt` (a column `prompt`, others go to the reward), `verl` (its parquet files), "
+            "`reasoning_gym` (`path` is a task's name).",
+        ),
     ] = "auto"
     split: Annotated[str, about(OURS, "Split of a folder or a named dataset; a single file has none.")] = "train"
+    size: Annotated[int | None, about(OURS, "`reasoning_gym`: rows to make.", ge=1)] = None
+    options: Annotated[
+        dict[str, Any], about(OURS, "`reasoning_gym`: the task's own parameters, `seed` among them.")
+    ] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -270,7 +291,11 @@ class Recipe(Section):
     # training
     stage: Annotated[
         Literal["sft", "dpo", "rm", "rl", "pt"],
-        about(OURS, "What to train for. `sft`: conversations; `pt`: plain text, every token of it. Others not yet."),
+        about(
+            OURS,
+            "What to train for. `sft`: conversations; `pt`: plain text, every token of it; `rl`: rewards. Others not "
+            "yet.",
+        ),
     ] = "sft"
     output_dir: Annotated[str, about(LF, "Folder of the run: resolved recipe, logs, checkpoints.")] = "outputs"
     micro_batch_size: Annotated[int, about(LF, "Sequences in one forward of one data-parallel rank.", ge=1)] = 1
@@ -286,12 +311,17 @@ class Recipe(Section):
     ] = None
     global_batch_size: Annotated[
         int | None,
-        about(LF, "Sequences in one optimizer step over all ranks. Unset: `micro_batch_size * dp_size`.", ge=1),
+        about(
+            LF,
+            "Sequences in one optimizer step over all ranks. Unset: `micro_batch_size * dp_size`. Under `stage: rl` "
+            "prompts of one step, which must be set.",
+            ge=1,
+        ),
     ] = None
     learning_rate: Annotated[float, about(LF, "Highest learning rate.", ge=0)] = 1e-4
     num_train_epochs: Annotated[int, about(LF, "Passes over the training samples.", ge=1)] = 3
     max_steps: Annotated[
-        int | None, about(LF, "Optimizer steps; where set, `num_train_epochs` doesn't count.", ge=1)
+        int | None, about(LF, "Optimizer steps (`rl`: rollouts); where set, `num_train_epochs` doesn't count.", ge=1)
     ] = None
     max_grad_norm: Annotated[
         float | None, about(LF, "Gradients are scaled down to this norm. `null`: never.", gt=0)
@@ -363,6 +393,26 @@ class Recipe(Section):
     resume_from_checkpoint: Annotated[
         str | None, about(LF, "A checkpoint's folder, or `auto`: the newest in `output_dir`, if there is one.")
     ] = None
+    # reinforcement learning
+    actor: Annotated[RoleConfig, about(VERL, "The model that is trained, where it is laid out in another way.")] = (
+        RoleConfig()
+    )
+    ref: Annotated[RoleConfig, about(VERL, "The model that the actor is held near to, under `kl_config`.")] = (
+        RoleConfig()
+    )
+    critic: Annotated[CriticConfig, about(VERL, "The value model, under `adv_estimator: gae`.")] = CriticConfig()
+    teacher: Annotated[RoleConfig, about(VERL, "The model to learn from, under `distillation_config`.")] = RoleConfig()
+    rollout: Annotated[RolloutConfig, about(VERL, "What generates.")] = RolloutConfig()
+    reward: Annotated[RewardConfig, about(VERL, "What a completion is worth.")] = RewardConfig()
+    algorithm: Annotated[AlgorithmConfig, about(VERL, "Advantages, policy loss, updates.")] = AlgorithmConfig()
+    kl_config: Annotated[KlConfig, about(VERL, "Holding the actor near the reference.")] = KlConfig()
+    correction_config: Annotated[
+        CorrectionConfig, about(VERL, "For tokens that the engine and the trainer give different probabilities.")
+    ] = CorrectionConfig()
+    distillation_config: Annotated[DistillationConfig, about(VERL, "Learning from the teacher.")] = DistillationConfig()
+    park_idle_roles: Annotated[
+        bool, about(OURS, "What a phase of the step doesn't use leaves the device's memory until it is used again.")
+    ] = True
     # topology
     dist_config: Annotated[
         DistConfig,
@@ -416,6 +466,12 @@ class Recipe(Section):
             return self.mp_replicate_size
         return self.dist_config.edp_size
 
+
+# Fields for ``stage: rl`` alone.
+RL_FIELDS = (
+    *("actor", "ref", "critic", "teacher", "rollout", "reward", "algorithm"),
+    *("kl_config", "correction_config", "distillation_config", "park_idle_roles"),
+)
 
 # Sections that may be a list of such sections.
 LISTED_SECTIONS = ("train_dataset", "eval_dataset")

@@ -1,7 +1,7 @@
 """The recipe's sections for ``stage: rl``: roles, rollout, algorithm, reward. Torch-free.
 
 Names are verl's where the meaning is; the description then says so in brackets. What verl nests under
-``actor_rollout_ref`` is spread over the sections here; ``docs/recipe.md`` has verl's full name beside each field.
+``actor_rollout_ref`` is spread over the sections here; ``verl_names.py`` has verl's full name of each field.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class RoleConfig(Section):
     model: Annotated[str | None, about(VERL, "Folder of the role's model.")] = None
     dist: Annotated[
         Literal["fsdp2", "moesaic"] | None,
-        about(OURS, "`dist_config.name` of the role. Unset: as the recipe's; with an `ep_size` of its own: `moesaic`."),
+        about(
+            OURS,
+            "`dist_config.name` of the role. Unset: as the recipe's; of `fsdp2`, an `ep_size` or `edp_size` makes "
+            "`moesaic`.",
+        ),
     ] = None
     ep_size: Annotated[int | None, about(OURS, "As `dist_config.ep_size`.", ge=1)] = None
     edp_size: Annotated[int | None, about(OURS, "As `dist_config.edp_size`.", ge=1)] = None
@@ -79,7 +83,7 @@ class SamplingConfig(Section):
     n: Annotated[int, about(VERL, "Completions per prompt: a group.", ge=1)] = 1
     max_tokens: Annotated[int, about(VERL, "Tokens of one completion, at most, over all its turns.", ge=1)] = 512
     temperature: Annotated[float, about(VERL, "The logits are divided by it; 0 is greedy, for validation.", ge=0)] = 1.0
-    top_p: Annotated[float, about(VERL, "Only the likeliest tokens that together reach it.", gt=0)] = 1.0
+    top_p: Annotated[float, about(VERL, "Only the likeliest tokens that together reach it.", gt=0, le=1)] = 1.0
     top_k: Annotated[int, about(VERL, "Only so many of the likeliest; 0: all.", ge=0)] = 0
 
 
@@ -143,8 +147,8 @@ class AlgorithmConfig(Section):
     """Which advantages and which policy loss; how a step's rollout becomes optimizer updates."""
 
     adv_estimator: Annotated[AdvEstimator, about(VERL, "How advantages are made of rewards.")] = "grpo"
-    gamma: Annotated[float, about(VERL, "Discount per token.", gt=0)] = 1.0
-    lam: Annotated[float, about(VERL, "GAE's decay.", ge=0)] = 1.0
+    gamma: Annotated[float, about(VERL, "Discount per token.", gt=0, le=1)] = 1.0
+    lam: Annotated[float, about(VERL, "GAE's decay.", ge=0, le=1)] = 1.0
     loss_mode: Annotated[LossMode, about(VERL, "The policy loss of a token. `vanilla` is PPO's.")] = "vanilla"
     loss_agg_mode: Annotated[LossAggMode, about(VERL, "How token losses become one number.")] = "token-mean"
     loss_scale_factor: Annotated[
@@ -221,7 +225,12 @@ class CorrectionConfig(Section):
     ] = ()  # fmt: skip
     rollout_rs_threshold: Annotated[
         tuple[str, ...],
-        about(VERL, "One each: `low_high` of the ratio for k1, the largest value for k2 and k3.", strict=False),
+        about(
+            VERL,
+            "One each, as text: for k1 the `low_high` of pi_rollout / pi_train (`2` is `0.5_2`), for k2 and k3 the "
+            "largest value that is kept.",
+            strict=False,
+        ),
     ] = ()
     bypass_mode: Annotated[
         bool, about(VERL, "The engine's log-probabilities stand for the old ones: one forward less.")

@@ -22,10 +22,12 @@ def about(
     ge: float | None = None,
     gt: float | None = None,
     lt: float | None = None,
+    le: float | None = None,
     strict: bool | None = None,
 ) -> Any:
     """Annotation of a field: whose it is, what it means, and the numbers it accepts."""
-    return Field(description=description, json_schema_extra={"origin": origin}, ge=ge, gt=gt, lt=lt, strict=strict)
+    extra: dict[str, Any] = {"origin": origin}
+    return Field(description=description, json_schema_extra=extra, ge=ge, gt=gt, lt=lt, le=le, strict=strict)
 
 
 class Section(BaseModel):

@@ -1,6 +1,6 @@
 """Other trainers' configuration files, read as recipes: nothing of them is dropped without a word. Torch-free.
 
-What a field is called here is data: ``llamafactory.py`` and ``verl.py`` are tables of rules (``table.py``).
+What a field is called here is data: ``llamafactory.py``, ``verl.py`` and the like are tables of rules (``table.py``).
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class Translation:
         recipe: dict[str, Any] = {}
         for line in sorted(self.lines, key=lambda line: not line.is_default):
             for target, value in line.outcome.fields.items() if isinstance(line.outcome, Value) else ():
-                section, _, key = target.rpartition(".")
-                (recipe.setdefault(section, {}) if section else recipe)[key] = value
+                *sections, key = target.split(".")
+                mapping = recipe
+                for section in sections:
+                    mapping = mapping.setdefault(section, {})
+                mapping[key] = value
         if "dist_config" in recipe:
             recipe["dist_config"].setdefault("name", "fsdp2")
         return {name: recipe[name] for name in Recipe.model_fields if name in recipe}

@@ -99,7 +99,8 @@ class Tool:
         exact = self.rules.get(name)
         if exact is not None:
             return exact
-        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+        patterns = (pattern for pattern in self.rules if "*" in pattern)
+        return next((self.rules[pattern] for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
