@@ -7,10 +7,12 @@ ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/python -m pip install --quiet
 SGLANG := .venv-sglang
 SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet
-CODE := src tests $(wildcard bench quickstart)
+PEERS := .venv-peers
+PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet
+CODE := src tests $(wildcard bench quickstart tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-engines test-sglang lint format quickstart upcycle-check matrix bench clean
+.PHONY: help venv test test-slow test-engines test-sglang peers lint format quickstart upcycle-check matrix bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -62,6 +64,17 @@ $(SGLANG)/.installed: tests/sglang/requirements.txt
 test-sglang: venv $(SGLANG)/.installed  ## weights into a real SGLang server on the CPU, in a venv of its own (minutes)
 	SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang
 
+# verl and TRL, whose transformers is another than this package's; neither needs a GPU's packages for what is asked of them.
+$(PEERS)/.installed: tests/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS_PIP) torch==2.13.0
+	$(PEERS_PIP) --requirement tests/peers/requirements.txt
+	@touch $@
+
+# What it checks against is committed; WRITE=--write makes the files anew.
+peers: $(PEERS)/.installed  ## the formulas' test vectors made anew by verl and TRL, in a venv of their own (minutes)
+	$(PEERS)/bin/python -m tools.make_vectors $(WRITE)
+
 lint: venv  ## formatting, ruff, types, spelling
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
@@ -87,4 +100,4 @@ bench: venv  ## our training step beside transformers' own expert parallelism, a
 	$(BIN)/python -m bench.train_step
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(ENGINES) $(SGLANG) build dist outputs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) $(SGLANG) $(PEERS) build dist outputs src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

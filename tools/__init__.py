@@ -1,0 +1,1 @@
+"""What is run by hand: how files of this repository that no one writes by hand were made."""
