@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "moesaic"
 PACKAGE_FILES = sorted(PACKAGE.rglob("*.py"))
 ALL_FILES = [
-    file for folder in ("src", "tests", "bench", "quickstart") for file in sorted((ROOT / folder).rglob("*.py"))
+    file
+    for folder in ("src", "tests", "bench", "quickstart", "tools")
+    for file in sorted((ROOT / folder).rglob("*.py"))
 ]
 OPTIONAL_PACKAGES = ("triton", "fla", "vllm", "sglang", "ray", "peft", "wandb")
 

@@ -93,6 +93,10 @@ class ShardOptimizer:
         self.shards = [nn.Parameter(self._shard(param)) for param in self.params]
         self.optimizer = build(self.shards)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
     @staticmethod
     def _shard(tensor: Tensor) -> Tensor:
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -24,6 +24,9 @@ from moesaic.ops.sequence import SequenceLayout
 IGNORE_INDEX = -100
 """Label of a position without loss (the value that torch's cross-entropy ignores by default)."""
 
+NO_PLACE = -1
+"""Place of a position without a label."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -79,6 +82,8 @@ class Batch:
             Tensors don't tell it where packed: there padding looks like one more document.
         document_lengths: tokens of each document, padding left out; stays on the host. For measuring only: None where
             nobody will ask.
+        places: [B, S]; where there is a label, its flat place in tables beside this batch (in reinforcement learning
+            ``b * T + t`` of a step's [B, T] tables, whose B and T are others than here), else ``NO_PLACE``.
         sequence: the whole rows, where this is one rank's part of them (``shard_batch``): S is then the positions of
             this rank's cp index, ``attention_mask`` None, and ``is_real`` [B, S / tp] of the rank's own run.
     """
@@ -90,17 +95,25 @@ class Batch:
     loss_positions: Tensor | None = None
     is_real: Tensor | None = None
     document_lengths: tuple[int, ...] | None = None
+    places: Tensor | None = None
     sequence: SequenceLayout | None = None
 
     def __post_init__(self) -> None:
         shape = self.input_ids.shape
         assert len(shape) == 2 and self.labels.shape == shape and self.position_ids.shape == shape, shape
         assert self.attention_mask is None or self.attention_mask.shape == shape, shape
+        assert self.places is None or self.places.shape == shape, shape
 
     @property
     def kept_labels(self) -> Tensor:
         """[B, n]: the labels at ``loss_positions``, where the logits are; all of them without."""
         return self.labels if self.loss_positions is None else self.labels.index_select(1, self.loss_positions)
+
+    @property
+    def kept_places(self) -> Tensor:
+        """[B, n]: the places at ``loss_positions``, beside ``kept_labels``; for a batch with places only."""
+        assert self.places is not None, "the batch has no places"
+        return self.places if self.loss_positions is None else self.places.index_select(1, self.loss_positions)
 
     @property
     def real_tokens(self) -> Tensor:
@@ -112,7 +125,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``."""
-        mask, positions, is_real = self.attention_mask, self.loss_positions, self.is_real
+        mask, positions, is_real, places = self.attention_mask, self.loss_positions, self.is_real, self.places
         return replace(
             self,
             input_ids=self.input_ids.to(device),
@@ -121,6 +134,7 @@ class Batch:
             attention_mask=None if mask is None else mask.to(device),
             loss_positions=None if positions is None else positions.to(device),
             is_real=None if is_real is None else is_real.to(device),
+            places=None if places is None else places.to(device),
             sequence=None if self.sequence is None else self.sequence.to(device),
         )
 

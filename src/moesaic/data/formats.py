@@ -87,7 +87,7 @@ def to_messages(row: object, format_name: str) -> list[Message]:
         raise SampleError(row.reason)
     if not isinstance(row, Mapping):
         raise SampleError(f"expected an object with columns, got {type(row).__name__}")
-    _refuse_fields(row, UNSUPPORTED_ROW_FIELDS, "row")
+    refuse_fields(row, UNSUPPORTED_ROW_FIELDS, "row")
     messages = FORMATS[format_name].convert(row)
     _check_roles(messages)
     return messages
@@ -108,7 +108,12 @@ def _check_roles(messages: Sequence[Message]) -> None:
         raise SampleError("no assistant turn")
 
 
-def _refuse_fields(fields: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+def refuse_fields(fields: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuse a row, or a turn of it (``where``), that uses one of ``names``.
+
+    Raises:
+        SampleError: with the first that it uses.
+    """
     for name in names:
         if fields.get(name) not in _NEUTRAL_VALUES:
             raise SampleError(f"{where} uses {name!r}, which is not supported")
@@ -138,7 +143,7 @@ def _turns(row: Mapping[str, Any], column: str) -> list[Mapping[str, Any]]:
     for number, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
             raise SampleError(f"{column}[{number}]: expected an object, got {type(turn).__name__}")
-        _refuse_fields(turn, UNSUPPORTED_TURN_FIELDS, f"{column}[{number}]")
+        refuse_fields(turn, UNSUPPORTED_TURN_FIELDS, f"{column}[{number}]")
     return list(turns)
 
 

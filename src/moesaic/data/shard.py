@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.data.batch import IGNORE_INDEX, Batch, find_loss_positions
+from moesaic.data.batch import IGNORE_INDEX, NO_PLACE, Batch, find_loss_positions
 from moesaic.meshes import Meshes
 from moesaic.ops.sequence import SequenceLayout, number_documents, run_of
 
@@ -13,9 +13,9 @@ from moesaic.ops.sequence import SequenceLayout, number_documents, run_of
 def shard_batch(batch: Batch, meshes: Meshes) -> Batch:
     """This rank's part of ``batch``, which every rank of the sequence group holds whole; without cp and tp, itself.
 
-    Input, positions and labels are those of the rank's cp index (labels were shifted before, so no run needs its
-    neighbour's first token); with tp its ranks share them, and their losses too: a vocabulary-parallel loss is a common
-    one. Rows are padded at their end to a multiple of cp * tp. A part is returned as it is. Not collective.
+    Input, positions, labels and places are those of the rank's cp index (labels were shifted before, so no run needs
+    its neighbour's first token); with tp its ranks share them, and their losses too: a vocabulary-parallel loss is a
+    common one. Rows are padded at their end to a multiple of cp * tp. A part is returned as it is. Not collective.
     """
     cp_size, tp_size = meshes.sizes.cp_size, meshes.sizes.tp_size
     if batch.sequence is not None or cp_size * tp_size == 1:
@@ -33,6 +33,7 @@ def shard_batch(batch: Batch, meshes: Meshes) -> Batch:
         loss_positions=None if batch.loss_positions is None else find_loss_positions(labels),
         is_real=run_of(is_real, own_run, cp_size * tp_size),
         document_lengths=batch.document_lengths,
+        places=None if batch.places is None else run_of(batch.places, cp_rank, cp_size),
         sequence=SequenceLayout(num_positions=batch.input_ids.size(1), documents_BS=documents),
     )
 
@@ -52,4 +53,5 @@ def _pad(batch: Batch, num_positions: int) -> Batch:
         loss_positions=batch.loss_positions,
         is_real=pad(batch.real_tokens, False),
         document_lengths=batch.document_lengths,
+        places=None if batch.places is None else pad(batch.places, NO_PLACE),
     )

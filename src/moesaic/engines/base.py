@@ -173,6 +173,11 @@ class Engine(ABC):
                 self._state = self._state.generated()
                 self._changed.notify_all()
 
+    def salvage(self) -> list[list[Completion]]:
+        """What the last call of ``generate`` had made when it raised, as that would have returned it: what was not done
+        is ``aborted``. Empty where the engine doesn't know, or nothing was begun."""
+        return []
+
     def pause(self, mode: PauseMode = "drain") -> None:
         """Take nothing on any more; ``drain``: return when nothing is in flight, ``keep``: what is, stands still.
 

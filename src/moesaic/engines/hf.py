@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -44,14 +46,15 @@ class HfEngine(Engine):
 
     Keys and values live within a call of ``generate`` only, so none is ever stale, and there is nothing to keep while
     the engine is paused: ``pause("keep")`` is refused while requests are in flight. Calls from several threads take
-    turns. On a CPU, ``sleep(1)`` keeps the weights where they are.
+    turns. ``sleep(1)`` puts the weights in pinned host memory; those of a model on the CPU, in a file.
 
     A model parallelized by ``moesaic`` (dp, ep and FSDP in any mix; not cp, tp) makes one engine out of all ranks:
     every rank must call ``generate`` together, each with one prompt of its own at least, and no rank returns before all
-    are done; where one can't, all of them raise.
+    are done; where one can't, all of them raise. One whose matrices are split over tp (``hf_split.py``) is one engine
+    on the ranks of ``tp_mesh``: they must call together too, and with the same prompts; each returns the same tokens.
 
     Args:
-        model: whole in this process; or parallelized, with its ``meshes``.
+        model: whole in this process; or parallelized, with its ``meshes``; or split, with its ``tp_mesh``.
         version: of its weights.
         batching: ``batched``: left-padded batches. ``continuous``: transformers' continuous batching (whole models
             only). ``auto``: continuous where the prompts' lengths differ much.
@@ -60,10 +63,11 @@ class HfEngine(Engine):
         routed_experts: record which experts each token visited (models with experts at transformers' seam).
         owns_weights: False where the model is the trained one itself: then updates move nothing, and sleep leaves the
             weights alone.
+        parking_folder: where the file of ``sleep(1)`` is; default: the system's folder for temporary files.
 
     Raises:
-        ValueError: a parallelized model without its meshes, or on cp or tp; ``continuous`` for one; ``routed_experts``
-            for a model without experts.
+        ValueError: a parallelized model without its meshes, or trained on cp or tp; ``continuous`` for one;
+            ``routed_experts`` for a model without experts.
     """
 
     names = "model"
@@ -74,12 +78,14 @@ class HfEngine(Engine):
         model: PreTrainedModel,
         *,
         meshes: Meshes | None = None,
+        tp_mesh: DeviceMesh | None = None,
         version: int = 0,
         batching: Batching = "auto",
         max_batch_tokens: int = 65_536,
         max_length: int | None = None,
         routed_experts: bool = False,
         owns_weights: bool = True,
+        parking_folder: str | Path | None = None,
         drain_timeout_s: float = 600.0,
     ) -> None:
         super().__init__(version=version, drain_timeout_s=drain_timeout_s)
@@ -89,22 +95,26 @@ class HfEngine(Engine):
             raise ValueError(
                 f"routed_experts: {type(model).__name__} has no experts at transformers' seam; leave it out."
             )
-        _refuse_topology(model, meshes, batching)
+        _refuse_topology(model, meshes, tp_mesh, batching)
         reason = refuse_continuous(model)
         if reason is not None and batching == "continuous":
             raise ValueError(f"batching='continuous': {reason}; use batched, or auto.")
         self._can_continue = reason is None
         limit = model.config.get_text_config().max_position_embeddings
         self._model = model
-        self._meshes = meshes
-        self._group: dist.ProcessGroup | None = None if meshes is None else meshes.data._flatten().get_group()
+        # The ranks that generate together, and the one group of them all.
+        self._mesh = tp_mesh if meshes is None else meshes.data
+        self._group: dist.ProcessGroup | None = None if self._mesh is None else self._mesh._flatten().get_group()
+        # Those that must draw the same tokens.
+        self._tp_group: dist.ProcessGroup | None = None if tp_mesh is None else tp_mesh.get_group()
         self._batching = batching
         self._max_batch_tokens = max_batch_tokens
         self._max_length: int = max_length or limit
         self._recorder = RoutedExperts(model) if routed_experts else None
         self._owns_weights = owns_weights
         self._turn = threading.Lock()
-        self._memory = Memory(model)
+        self._salvaged: list[list[Completion]] = []
+        self._memory = Memory(model, parking_folder)
         self._update = Update(model)
         self._layouts = (describe_target(model),) if owns_weights else ()
 
@@ -122,6 +132,11 @@ class HfEngine(Engine):
         return cls(model, **options)
 
     @property
+    def owns_weights(self) -> bool:
+        """Whether its weights are its own, and not the trained ones."""
+        return self._owns_weights
+
+    @property
     def model(self) -> PreTrainedModel:
         """What generates."""
         return self._model
@@ -132,35 +147,56 @@ class HfEngine(Engine):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """See ``Engine``. Of a parallelized model it is refused on all ranks where it would be on one."""
-        if self._meshes is not None:
+        self._salvaged = []
+        if self._mesh is not None:
             error: Exception | None = None
             try:
                 require_tokens(prompts)
                 self.state.generate()
             except (ValueError, EngineStateError) as problem:  # raised below, when the other ranks know of it
                 error = problem
-            raise_together(error, self._meshes.data, "generate")
+            request = 0 if self._tp_group is None else zlib.crc32(repr((list(map(list, prompts)), sampling)).encode())
+            raise_together(error, self._mesh, "generate", step=request)
         return super().generate(prompts, sampling)
 
+    def salvage(self) -> list[list[Completion]]:
+        """See ``Engine``; without routed experts."""
+        return self._salvaged
+
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        drafts = self._draft(prompts, sampling, seed)
-        flat = [each for group in drafts for each in group]
-        with self._turn, nullcontext() if self._recorder is None else self._recorder.listening():
-            if self._is_continuous(flat):
-                pieces = generate_continuous(
-                    self._model, flat, sampling, max_batch_tokens=self._max_batch_tokens, recorder=self._recorder
-                )
-            else:
-                pieces = generate_batched(
-                    self._model,
-                    flat,
-                    sampling,
-                    max_batch_tokens=self._max_batch_tokens,
-                    recorder=self._recorder,
-                    group=self._group,
-                )
+        drafts = self._draft(prompts, sampling, self._choose_seed(sampling))
+        try:
+            pieces = self._run([each for group in drafts for each in group], sampling)
+        except BaseException:
+            self._salvaged = [[self._complete(each, None) for each in group] for group in drafts]
+            raise
         return [[self._complete(each, pieces) for each in group] for group in drafts]
+
+    def _run(self, drafts: Sequence[Draft], sampling: Sampling) -> Pieces:
+        """Complete ``drafts``, in place."""
+        with self._turn, nullcontext() if self._recorder is None else self._recorder.listening():
+            if self._is_continuous(drafts):
+                return generate_continuous(
+                    self._model, drafts, sampling, max_batch_tokens=self._max_batch_tokens, recorder=self._recorder
+                )
+            return generate_batched(
+                self._model,
+                drafts,
+                sampling,
+                max_batch_tokens=self._max_batch_tokens,
+                recorder=self._recorder,
+                group=self._group,
+                tp_group=self._tp_group,
+            )
+
+    def _choose_seed(self, sampling: Sampling) -> int:
+        """Of this call; ranks that draw the same tokens have the same."""
+        if sampling.seed is not None:
+            return sampling.seed
+        seed = torch.tensor([secrets.randbits(63)], device=self._model.device)
+        if self._tp_group is not None:
+            dist.broadcast(seed, group_src=0, group=self._tp_group)
+        return int(seed.item())
 
     def _draft(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Draft]]:
         """Refused on all ranks of a parallelized model where one of them has a prompt that is too long, or of tokens
@@ -172,7 +208,7 @@ class HfEngine(Engine):
             drafts = draft(prompts, sampling, seed=seed, max_length=self._max_length)
         except ValueError as problem:  # raised below, when the other ranks know of it
             error = problem
-        raise_together(error, None if self._meshes is None else self._meshes.data, "generate")
+        raise_together(error, self._mesh, "generate")
         return drafts
 
     def _require_known(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -188,15 +224,14 @@ class HfEngine(Engine):
             return self._batching == "continuous"
         return self._can_continue and padding_share(cut_batches(drafts, self._max_batch_tokens)) > MAX_PADDING
 
-    def _complete(self, each: Draft, pieces: Pieces) -> Completion:
-        assert each.finish_reason is not None
+    def _complete(self, each: Draft, pieces: Pieces | None) -> Completion:
         routed = None
-        if self._recorder is not None:
+        if self._recorder is not None and pieces is not None:
             routed = join(pieces[id(each)], len(each.prompt) + len(each.tokens) - 1)
         return Completion(
             tokens=tuple(each.tokens),
             logprobs=tuple(each.logprobs),
-            finish_reason=each.finish_reason,
+            finish_reason=each.finish_reason or "aborted",
             weight_version=self.version,
             routed_experts=routed,
         )
@@ -235,6 +270,9 @@ class HfEngine(Engine):
         if "weights" in tags:
             self._memory.give_back()
 
+    def _close(self) -> None:
+        self._memory.close()
+
 
 def padding_share(batches: Iterable[Sequence[Draft]]) -> float:
     """How much of the batches' prompts is padding. Example: one of lengths 2, 2 and 8 has 12 tokens of 24: 0.5."""
@@ -246,16 +284,22 @@ def _nothing_to_wait_for(_timeout_s: float) -> None:
     """All of the engine is in this process."""
 
 
-def _refuse_topology(model: PreTrainedModel, meshes: Meshes | None, batching: Batching) -> None:
-    if meshes is None:
+def _refuse_topology(
+    model: PreTrainedModel, meshes: Meshes | None, tp_mesh: DeviceMesh | None, batching: Batching
+) -> None:
+    if meshes is None and tp_mesh is None:
         sharded = [name for name, tensor in state_tensors(model).items() if isinstance(tensor, DTensor)]
         if sharded:
-            raise ValueError(f"the model is parallelized (e.g. {sharded[0]}): give the engine its meshes.")
+            raise ValueError(
+                f"the model is parallelized (e.g. {sharded[0]}): give the engine its meshes, or its tp_mesh."
+            )
         return
-    if meshes.sequence.size() > 1:
+    if meshes is not None and tp_mesh is not None:
+        raise ValueError("meshes and tp_mesh: give one; a model is parallelized as in training, or split over tp.")
+    if meshes is not None and meshes.sequence.size() > 1:
         raise ValueError(
             f"cp_size={meshes.sizes.cp_size}, tp_size={meshes.sizes.tp_size}: the hf engine generates on whole "
-            "sequences; use another engine, or make it of a model without cp and tp."
+            "sequences; use another engine, or make it of a model without cp and tp, or split by engines/hf_split.py."
         )
     if batching == "continuous":
         raise ValueError("batching='continuous': for a model that is whole in one process; use batched.")

@@ -33,11 +33,13 @@ def generate_batched(
     max_batch_tokens: int,
     recorder: RoutedExperts | None,
     group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> Pieces:
     """Complete all ``drafts``, in place. With a ``group`` (the ranks of a parallelized model) every rank of it must
     call, and all go through the same number of forwards: a rank that is done computes on until all are.
 
     Args:
+        tp_group: ranks with the same drafts, that must draw the same tokens.
         max_batch_tokens: rows times the longest sequence that a batch may grow to; a batch has one row at least.
     """
     batches = list(cut_batches(drafts, max_batch_tokens))
@@ -47,7 +49,7 @@ def generate_batched(
         config.max_new_tokens = num_steps
         for index in range(num_batches):
             rows = batches[index] if index < len(batches) else [_idle(drafts[0])]
-            _run_batch(model, rows, sampling, config, recorder, group, pieces)
+            _run_batch(model, rows, sampling, config, recorder, group, tp_group, pieces)
     return pieces
 
 
@@ -87,12 +89,13 @@ def _run_batch(
     config: GenerationConfig,
     recorder: RoutedExperts | None,
     group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
     pieces: Pieces,
 ) -> None:
     longest = max(len(each.prompt) for each in rows)
     ids = torch.tensor([[0] * (longest - len(each.prompt)) + list(each.prompt) for each in rows], device=model.device)
     real = torch.tensor([[0] * (longest - len(each.prompt)) + [1] * len(each.prompt) for each in rows])
-    chooser = _Draw(rows, sampling, recorder, longest, pieces, is_alone=group is None)
+    chooser = _Draw(rows, sampling, recorder, longest, pieces, is_alone=group is None, tp_group=tp_group)
     cast(Any, model).generate(
         input_ids=ids,
         attention_mask=real.to(model.device),
@@ -119,16 +122,17 @@ class _Draw:
         pieces: Pieces,
         *,
         is_alone: bool,
+        tp_group: dist.ProcessGroup | None,
     ) -> None:
         self.error: Exception | None = None
         self._rows, self._sampling, self._recorder, self._pieces = rows, sampling, recorder, pieces
-        self._longest, self._is_alone = longest, is_alone
+        self._longest, self._is_alone, self._tp_group = longest, is_alone, tp_group
 
     def __call__(self, input_ids: Tensor, scores_BV: Tensor) -> Tensor:
         try:
             if self._recorder is not None:
                 self._keep(self._recorder.take(), input_ids.size(1))
-            tokens_B = draw(scores_BV, self._rows, self._sampling)
+            tokens_B = draw(scores_BV, self._rows, self._sampling, self._tp_group)
         except Exception as error:
             if self._is_alone:
                 raise

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from moesaic.ops.parking import Parking, build_tier, local_tensor
 from moesaic.ops.placements import Block, local_blocks
 from moesaic.reshard.layout import Copy, TargetLayout, TargetTensor
 from moesaic.reshard.run import local_shards
@@ -139,34 +141,34 @@ class Update:
 
 
 class Memory:
-    """Takes the memory of a model's tensors away and brings it back, the tensors being the same throughout."""
+    """Takes the memory of a model's tensors away and brings it back, the tensors being the same throughout.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        folder: for what is kept of a model on the CPU, see ``build_tier``.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: str | Path | None = None) -> None:
         self._model = model
-        self._taken: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
+        self._parking = Parking(build_tier(model.device.type, folder))
 
     @torch.no_grad()
     def take(self, *, keep: bool) -> None:
-        """``keep``: a copy of what is on an accelerator goes to the host, and what is on the host stays there.
-        Otherwise nothing is kept."""
-        for tensor in state_tensors(self._model).values():
-            if keep and tensor.device.type == "cpu":
-                continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if not local.untyped_storage().resizable():  # a mapped file's: memory of its own can be given back
-                assert local is tensor, "a DTensor in mapped memory"
-                tensor.data = local = local.detach().clone()
-            storage = local.untyped_storage()
-            size = storage.nbytes()
-            if size:  # the first of the tensors that share it
-                self._taken.append((storage, size, storage.cpu() if keep else None))
-                storage.resize_(0)
+        """``keep``: the values too come back with the memory.
 
-    @torch.no_grad()
+        Raises:
+            OSError: there is no room to keep them; the model has them still.
+        """
+        tensors = state_tensors(self._model).values()
+        for tensor in tensors:
+            if not local_tensor(tensor).untyped_storage().resizable():  # a mapped file's, which can't be given back
+                assert not isinstance(tensor, DTensor), "a DTensor in mapped memory"
+                tensor.data = tensor.detach().clone()
+        self._parking.park(tensors, keeps=keep)
+
     def give_back(self) -> None:
         """As large as before; with what was kept, else with anything."""
-        for storage, size, kept in self._taken:
-            storage.resize_(size)
-            if kept is not None:
-                storage.copy_(kept)
-        self._taken.clear()
+        self._parking.bring_back()
+
+    def close(self) -> None:
+        """Forget what was taken."""
+        self._parking.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from moesaic.data.formats import UnreadableRow, load_rows
 
@@ -45,7 +45,7 @@ def read_prompts(path: Path, *, limit: int | None = None, is_chat: bool = False)
     prompts, problems = [], []
     for number, row in enumerate(_rows(path, limit), start=1):
         try:
-            prompts.append(_prompt(row, is_chat))
+            prompts.append(to_prompt(row, is_chat))
         except ValueError as error:
             problems.append(f"row {number}: {error}")
     if problems:
@@ -64,26 +64,48 @@ def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> lis
     """
     encoded = []
     for number, prompt in enumerate(prompts, start=1):
-        ids = _encode(number, prompt, tokenizer)
-        if not ids:
-            raise ValueError(f"prompt {number}: the tokenizer makes nothing of {prompt.asked!r}.")
-        encoded.append(ids)
+        try:
+            encoded.append(encode_one(prompt, tokenizer)[1])
+        except ValueError as error:
+            raise ValueError(f"prompt {number} {error}") from error
     return encoded
 
 
-def _encode(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if isinstance(prompt.asked, str):
-        return cast(list[int], tokenizer(prompt.asked)["input_ids"])
+def encode_one(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+    """The text that the model is to go on with (turns as the chat template writes them), and its token ids.
+
+    Raises:
+        ValueError: as ``encode``; the message goes on after the prompt's name.
+    """
+    is_text = isinstance(prompt.asked, str)
+    text = prompt.asked if isinstance(prompt.asked, str) else _render(prompt.asked, tokenizer)
+    ids = cast(list[int], tokenizer(text, add_special_tokens=is_text)["input_ids"])  # templates write their own
+    if not ids:
+        raise ValueError(f"is no token at all to the tokenizer: {prompt.asked!r}.")
+    return text, ids
+
+
+def own_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+    """Tokens that end what the model of ``folder`` writes: as its tokenizer and its generation settings say."""
+    stops: list[int] = []
+    own: Any = tokenizer.eos_token_id
+    stops += [] if own is None else [own]
+    if (folder / "generation_config.json").is_file():
+        own = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
+        stops += [] if own is None else own if isinstance(own, list) else [own]
+    return tuple(dict.fromkeys(stops))
+
+
+def _render(turns: Turns, tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
-            f"prompt {number} is a conversation, and the model's tokenizer has no chat_template; use a model that was "
-            "trained to chat, or prompts of plain text."
+            "is a conversation, and the model's tokenizer has no chat_template; use a model that was trained to chat, "
+            "or prompts of plain text."
         )
     try:
-        ids = tokenizer.apply_chat_template(prompt.asked, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return cast(str, tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
     except TemplateError as error:
-        raise ValueError(f"prompt {number}: the chat template refuses it: {error}") from error
-    return cast(list[int], ids)
+        raise ValueError(f"is refused by the chat template: {error}") from error
 
 
 def _rows(path: Path, limit: int | None) -> list[Any]:
@@ -94,7 +116,12 @@ def _rows(path: Path, limit: int | None) -> list[Any]:
     return list(itertools.islice(rows, limit))
 
 
-def _prompt(row: Any, is_chat: bool) -> Prompt:
+def to_prompt(row: Any, is_chat: bool) -> Prompt:
+    """The prompt of one row, as ``read_prompts`` reads it.
+
+    Raises:
+        ValueError: it has none.
+    """
     if isinstance(row, UnreadableRow):
         raise ValueError(row.reason)
     if isinstance(row, str):

@@ -20,12 +20,12 @@ from typing import Any, Literal, TextIO, cast, get_args
 import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from moesaic.config.load import load_saved_recipe
 from moesaic.config.run_folder import is_complete
 from moesaic.engines.base import Completion, Engine, Sampling
-from moesaic.engines.prompts import Prompt, encode, read_prompts
+from moesaic.engines.prompts import Prompt, encode, own_stops, read_prompts
 from moesaic.runtime import current_device, device_type, run_alone
 from moesaic.weights.files import find_weights
 
@@ -194,11 +194,7 @@ def _find_stops(options: RolloutOptions, tokenizer: PreTrainedTokenizerBase, sou
             raise ValueError(f"stop={text!r}: is {len(ids)} tokens ({ids}) here; a stop is one token, or a token's id.")
         stops += ids
     if not options.ignore_end:
-        own: Any = tokenizer.eos_token_id
-        stops += [] if own is None else [own]
-        if (source / "generation_config.json").is_file():
-            own = GenerationConfig.from_pretrained(str(source), local_files_only=True).eos_token_id
-            stops += [] if own is None else own if isinstance(own, list) else [own]
+        stops += own_stops(tokenizer, source)
     return tuple(dict.fromkeys(stops))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.engines.base import FinishReason, Sampling
@@ -67,10 +68,16 @@ def draft(prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, ma
 
 
 @torch.no_grad()
-def draw(logits_BV: Tensor, drafts: Sequence[Draft], sampling: Sampling) -> Tensor:
+def draw(
+    logits_BV: Tensor, drafts: Sequence[Draft], sampling: Sampling, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The next token of each row, appended to its draft where that isn't done; int64 ``[B]`` on the logits' device.
 
     A done row gets 0. One wait for the device per call.
+
+    Args:
+        group: ranks that have the same rows, and whose logits may differ in the last digits: all take the tokens of
+            its first. Every rank of it must call.
 
     Raises:
         RuntimeError: a row has a token whose log-probability is no number: the model's output is broken.
@@ -79,6 +86,8 @@ def draw(logits_BV: Tensor, drafts: Sequence[Draft], sampling: Sampling) -> Tens
         [0.0 if each.is_done else each.noise.random() for each in drafts], dtype=torch.float64, device=logits_BV.device
     )
     tokens_B = choose(logits_BV, uniform, sampling)
+    if group is not None:
+        dist.broadcast(tokens_B, group_src=0, group=group)
     logprobs_B = logits_BV.float().log_softmax(-1).gather(-1, tokens_B[:, None])[:, 0]
     both = torch.stack((tokens_B.double(), logprobs_B.double())).cpu()
     tokens, logprobs = both[0].long().tolist(), both[1].tolist()

@@ -36,12 +36,7 @@ def build_on_meta(
         ValueError: the folder has no ``config.json``, transformers has no language model for it, or the attention isn't
             available.
     """
-    if isinstance(path, PreTrainedConfig):
-        config = copy.deepcopy(path)
-    elif (Path(path) / "config.json").is_file():
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    else:
-        raise ValueError(f"model={str(path)!r} has no config.json; a model is a local folder. Download it there first.")
+    config = copy.deepcopy(path) if isinstance(path, PreTrainedConfig) else find_config(path)
     chosen = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
         model = find_auto_class(config).from_config(config, dtype=dtype, **chosen)
@@ -49,6 +44,19 @@ def build_on_meta(
     if not isinstance(path, PreTrainedConfig) and model.can_generate():
         _load_generation_config(model, str(path))
     return model
+
+
+def find_config(folder: str | Path) -> PreTrainedConfig:
+    """The config of a model folder.
+
+    Raises:
+        ValueError: it has no ``config.json``.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            f"model={str(folder)!r} has no config.json; a model is a local folder. Download it there first."
+        )
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True)
 
 
 def find_fp32_names(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:

@@ -1,10 +1,12 @@
 """Between a rank's run of a sequence and the whole of it, differentiable: what tensor parallelism sends.
 
     gather_runs   run -> whole      backward: every rank's gradient of the whole is a part of the sum, summed and cut
+    share_runs    run -> whole      backward: every rank has the whole's one gradient, and keeps its own run's
     sum_runs      parts -> run      backward: the run's gradient goes to every rank's part
 
 Example, 2 ranks, runs [a] and [b]: ``gather_runs`` gives [a, b] on both. Parts [1, 2] and [10, 20]: ``sum_runs`` gives
-[11] on rank 0 and [22] on rank 1. Both are collective over their group, in forward and in backward.
+[11] on rank 0 and [22] on rank 1. All are collective over their group, in forward and, but for ``share_runs``, in
+backward. After ``gather_runs`` the ranks compute different things from the whole, after ``share_runs`` the same.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.ops.point_to_point import reduce_scatter, start_gather
+from moesaic.ops.sequence import run_of
 
 GATHER_TAG, REDUCE_TAG = 3, 4
 
@@ -52,6 +55,17 @@ class _GatherRuns(torch.autograd.Function):
         return _sum(grads[0], ctx.group, ctx.dim), None, None
 
 
+class _ShareRuns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gather(run, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return run_of(grads[0], ctx.group.rank(), ctx.group.size(), ctx.dim), None, None
+
+
 class _SumRuns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -66,6 +80,12 @@ class _SumRuns(torch.autograd.Function):
 def gather_runs(run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The runs of all ranks, one after another along ``dim``; every rank's must be equally long. Same dtype."""
     whole: Tensor = _GatherRuns.apply(run, group, dim)
+    return whole
+
+
+def share_runs(run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """As ``gather_runs``, where every rank goes on to compute the same: its gradient of the whole is all of it."""
+    whole: Tensor = _ShareRuns.apply(run, group, dim)
     return whole
 
 

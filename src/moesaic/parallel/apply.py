@@ -18,6 +18,7 @@ from moesaic.kernels import KernelSelection, apply_kernels, select_kernels
 from moesaic.meshes import Meshes
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
+from moesaic.model.value_head import build_value_model_on_meta
 from moesaic.parallel.activation_checkpointing import apply_activation_checkpointing
 from moesaic.parallel.context import apply_context_parallel
 from moesaic.parallel.efsdp import (
@@ -43,6 +44,7 @@ from moesaic.parallel.tensor import apply_tensor_parallel, find_split_params
 from moesaic.parallel.units import list_units
 from moesaic.specs import ModelSpec, find_spec, refusal
 from moesaic.weights.load import load_weights
+from moesaic.weights.value_head import find_value_head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,7 @@ def from_pretrained(
     attn_implementation: str | None = None,
     spec: ModelSpec | None = None,
     kernels: KernelSelection | None = None,
+    value_head: Literal["new", "trained"] | None = None,
 ) -> PreTrainedModel:
     """A Hugging Face model from a checkpoint folder, parallelized and loaded. Every rank must call it.
 
@@ -132,6 +135,8 @@ def from_pretrained(
         attn_implementation: as in transformers; None picks what transformers' ``from_pretrained`` would pick.
         spec: the family's spec (path B); default: ``find_spec`` of the config's ``model_type``.
         kernels: implementations of operators, see ``select_kernels``; default: ``auto`` for the meshes' device.
+        value_head: for a value model (``build_value_model_on_meta``): its head is the folder's ``score``, which must be
+            there (``trained``), or is 0 where it isn't (``new``).
 
     Returns:
         The model in training mode; parameters are DTensors, ``state_dict()`` keys are the Hugging Face module's.
@@ -141,7 +146,15 @@ def from_pretrained(
             doesn't fit it (all keys listed).
     """
     options = options or ParallelOptions()
-    model = build_on_meta(path, attn_implementation=attn_implementation, dtype=options.storage_dtype)
+    if value_head is None:
+        model = build_on_meta(path, attn_implementation=attn_implementation, dtype=options.storage_dtype)
+    else:
+        model = build_value_model_on_meta(
+            path,
+            attn_implementation=attn_implementation,
+            dtype=options.storage_dtype,
+            has_bias="bias" in find_value_head(path, is_required=value_head == "trained"),
+        )
     apply_kernels(model, kernels or select_kernels(device_type=meshes.dense.device_type))
     parallelize(model, meshes, spec, options)
     give_storage(model, meshes, options)

@@ -8,6 +8,7 @@ group are gathered, and what its ranks compute is summed and cut into runs again
     attention     heads                      gather_runs -> q, k, v, attention -> o -> sum_runs
     dense MLP     width                      gather_runs -> gate, up -> down -> sum_runs     (a shared expert too)
     head          rows of the vocabulary     gather_runs -> own columns of the logits; the loss is taken across ranks
+    value head    whole, replicated          share_runs -> every value, the same on every rank, and so the loss
 
 What is split becomes a DTensor on tp, read as its local shard in forward. Everything else stays a plain parameter: its
 ranks compute on different tokens, so the outer FSDP shards it over tp as over mp_shard and sums its gradients there
@@ -26,10 +27,11 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
-from moesaic.ops.runs import gather_runs, sum_runs
+from moesaic.model.value_head import value_head_name
+from moesaic.ops.runs import gather_runs, share_runs, sum_runs
 from moesaic.ops.sequence import run_of
 
 COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj", "up_proj"})
@@ -101,7 +103,8 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh, blocks: S
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         problems.append(f"{type(model).__name__}: no linear head over a vocabulary")
-    for rows in {model.get_input_embeddings().weight.size(0), getattr(head, "out_features", 1)}:
+    rows_of_head = () if value_head_name(model) is not None else (getattr(head, "out_features", 1),)
+    for rows in {model.get_input_embeddings().weight.size(0), *rows_of_head}:
         if not _rows_of(rows, tp_mesh.size() - 1, tp_mesh.size())[1]:
             problems.append(f"{type(model).__name__}: a vocabulary of {rows} leaves ranks without rows")
     if problems:
@@ -234,10 +237,15 @@ def _apply_to_vocabulary(model: PreTrainedModel, head: nn.Linear, tp_mesh: Devic
     group, rank = tp_mesh.get_group(), tp_mesh.get_local_rank()
     is_tied = embedding.weight is head.weight
     _split(embedding, {"weight": 0}, tp_mesh)
-    _split(head, {"weight": 0, "bias": 0}, tp_mesh, tied_to=embedding if is_tied else None)
     first, num_rows = _rows_of(embedding.weight.size(0), rank, tp_mesh.size())
     _look_up_own_rows(embedding, first, num_rows, group)
-    model.get_decoder().register_forward_hook(_gather_hidden_states(group))
+    if value_head_name(model) is not None:
+        # Every rank computes every value: whole on each, it gets the same whole gradient on each.
+        _place(head, {"weight": Replicate(), "bias": Replicate()}, tp_mesh)
+        model.get_decoder().register_forward_hook(_gather_hidden_states(share_runs, group))
+        return
+    _split(head, {"weight": 0, "bias": 0}, tp_mesh, tied_to=embedding if is_tied else None)
+    model.get_decoder().register_forward_hook(_gather_hidden_states(gather_runs, group))
     chunk_first, _ = _rows_of(head.weight.size(0), rank, tp_mesh.size())
     cast(Any, model).vocabulary_shard = VocabularyShard(group=group, first=chunk_first, size=head.weight.size(0))
 
@@ -251,30 +259,36 @@ def _rows_of(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 def _split(module: nn.Module, dims: dict[str, int], tp_mesh: DeviceMesh, tied_to: nn.Module | None = None) -> None:
     """Make parameters of ``module`` DTensors, sharded along ``dims``; its forward reads their local shards."""
+    _place(module, {name: Shard(dim) for name, dim in dims.items()}, tp_mesh, tied_to)
+
+
+def _place(
+    module: nn.Module, placements: Mapping[str, Placement], tp_mesh: DeviceMesh, tied_to: nn.Module | None = None
+) -> None:
     split: list[str] = []
-    for name, dim in dims.items():
+    for name, placement in placements.items():
         param = module._parameters.get(name)
         if param is None:
             continue
         if tied_to is not None and name == "weight":
             module.register_parameter(name, cast(nn.Parameter, tied_to._parameters[name]))
         else:
-            local = distribute_tensor(param.detach(), tp_mesh, [Shard(dim)], src_data_rank=None)
+            local = distribute_tensor(param.detach(), tp_mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))
         split.append(name)
-    _read_local(module, {name: dims[name] for name in split})
+    _read_local(module, {name: placements[name] for name in split})
 
 
-def _read_local(module: nn.Module, dims: dict[str, int]) -> None:
-    """For the time of its forward, the module's parameters are its local shards; their gradients are shards too."""
+def _read_local(module: nn.Module, placements: Mapping[str, Placement]) -> None:
+    """For the time of its forward, the module's parameters are what this rank has of them; so are their gradients."""
     swapped: list[dict[str, nn.Parameter | None]] = []
 
     def swap(module: nn.Module, args: Any) -> None:
-        swapped.append({name: module._parameters[name] for name in dims})
-        for name, dim in dims.items():
+        swapped.append({name: module._parameters[name] for name in placements})
+        for name, placement in placements.items():
             param = module._parameters[name]
             if isinstance(param, DTensor):
-                module._parameters[name] = param.to_local(grad_placements=[Shard(dim)])
+                module._parameters[name] = param.to_local(grad_placements=[placement])
 
     def restore(module: nn.Module, args: Any, output: Any) -> None:
         module._parameters.update(swapped.pop())
@@ -315,9 +329,11 @@ def _gather_inputs(group: dist.ProcessGroup) -> Callable[..., Any]:
     return gather
 
 
-def _gather_hidden_states(group: dist.ProcessGroup) -> Callable[..., Any]:
+def _gather_hidden_states(
+    runs: Callable[[Tensor, dist.ProcessGroup, int], Tensor], group: dist.ProcessGroup
+) -> Callable[..., Any]:
     def gather(module: nn.Module, args: Any, output: Any) -> Any:
-        output["last_hidden_state"] = gather_runs(output["last_hidden_state"], group, 1)
+        output["last_hidden_state"] = runs(output["last_hidden_state"], group, 1)
         return output
 
     return gather

@@ -73,7 +73,7 @@ def train(recipe: Recipe, is_verbose: bool = False) -> None:
 
 
 def export_checkpoint(recipe: Recipe, checkpoint: Path, folder: Path) -> None:
-    """Write a checkpoint's weights as Hugging Face safetensors, with the tokenizer. Every rank must call it.
+    """Write a checkpoint's weights (the actor's) as Hugging Face safetensors, with the tokenizer. Every rank must call.
 
     Of ``recipe.model`` the config and the tokenizer are read. Where its weights are still there, the export has their
     names, and what the model has no use for (else a warning tells); their values, which training began with, are not

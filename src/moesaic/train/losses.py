@@ -16,7 +16,14 @@ from moesaic.parallel.tensor import VocabularyShard
 
 
 def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
-    """Sum of the negative log-likelihoods of the labels: 0-D fp32, differentiable.
+    """Sum of the negative log-likelihoods of the labels: 0-D fp32, differentiable. See ``token_losses``."""
+    return token_losses(logits_BSV, labels_BS, vocabulary).sum()
+
+
+def token_losses(
+    logits_BSV: Tensor, labels_BS: Tensor, vocabulary: VocabularyShard | None = None, temperature: float = 1.0
+) -> Tensor:
+    """Negative log-likelihood of each label, [B, S] fp32, differentiable; 0 where there is none.
 
     NaN where a label is of no column. Nothing of the logits' size is kept for backward but the logits themselves.
 
@@ -24,11 +31,12 @@ def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: Vocabulary
         logits_BSV: [B, S, V], any floating dtype; computed on in fp32.
         labels_BS: [B, S] int64, the target **of** each position (already shifted); -100 counts nothing.
         vocabulary: which columns the logits have, where a group of ranks shares them; every rank of it must call, with
-            the same labels, and gets the same loss, two all-reduces (of B * S numbers, and of twice as many) later. Its
-            backward gives each rank the gradient of its own columns, and sends nothing.
+            the same labels, and gets the same losses, two all-reduces (of B * S numbers, and of twice as many) later.
+            Its backward gives each rank the gradient of its own columns, and sends nothing.
+        temperature: the logits are divided by it.
     """
-    loss: Tensor = _CrossEntropy.apply(logits_BSV.flatten(0, -2), labels_BS.flatten(), vocabulary)
-    return loss
+    losses_N: Tensor = _CrossEntropy.apply(logits_BSV.flatten(0, -2), labels_BS.flatten(), vocabulary, temperature)
+    return losses_N.view(labels_BS.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -38,36 +46,55 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, vocabulary: VocabularyShard | None) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, vocabulary: VocabularyShard | None, temperature: float
+    ) -> Tensor:
         num_columns = logits_NV.size(-1)
         first, size = (0, num_columns) if vocabulary is None else (vocabulary.first, vocabulary.size)
         counts_N = labels_N != IGNORE_INDEX
         columns_N = labels_N - first
         is_mine_N = (columns_N >= 0) & (columns_N < num_columns)
         columns_N1 = columns_N.clamp(0, num_columns - 1)[:, None]
-        log_sum_N = torch.logsumexp(logits_NV.float(), dim=-1)
-        own_N = logits_NV.gather(-1, columns_N1).squeeze(-1).float().masked_fill(~is_mine_N, 0.0)
+        log_sum_N = torch.logsumexp(scaled(logits_NV, temperature), dim=-1)
+        own_N = scaled(logits_NV.gather(-1, columns_N1).squeeze(-1), temperature).masked_fill(~is_mine_N, 0.0)
         if vocabulary is not None:
-            log_sum_N, own_N = _over_ranks(log_sum_N, own_N, vocabulary.group)
+            log_sum_N, own_N = log_sum_over_ranks(log_sum_N, own_N, vocabulary.group)
         ctx.save_for_backward(logits_NV, log_sum_N, columns_N1, is_mine_N, counts_N)
+        ctx.temperature = temperature
         is_unknown_N = counts_N & ((labels_N < 0) | (labels_N >= size))
-        return ((log_sum_N - own_N) * counts_N).masked_fill(is_unknown_N, float("nan")).sum()
+        return ((log_sum_N - own_N) * counts_N).masked_fill(is_unknown_N, float("nan"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, log_sum_N, columns_N1, is_mine_N, counts_N = ctx.saved_tensors
-        grad_NV = torch.sub(logits_NV, log_sum_N[:, None]).exp_()  # fp32, as the sums are
+        grad_NV = log_probabilities(logits_NV, log_sum_N, ctx.temperature).exp_()  # fp32, as the sums are
         grad_NV.scatter_(-1, columns_N1, grad_NV.gather(-1, columns_N1) - is_mine_N[:, None].to(grad_NV.dtype))
-        return grad_NV.mul_((grads[0] * counts_N)[:, None]).to(logits_NV.dtype), None, None
+        grad_N = grads[0] * counts_N
+        return grad_NV.mul_(scaled(grad_N, ctx.temperature)[:, None]).to(logits_NV.dtype), None, None, None
 
 
-def _over_ranks(log_sum_N: Tensor, own_N: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """From each rank's logarithm of its sum of exponentials, and its label's logit or 0, those of all columns."""
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 logits / temperature; themselves where nothing changes."""
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
+
+
+def log_probabilities(logits_NV: Tensor, log_sum_N: Tensor, temperature: float) -> Tensor:
+    """A new [N, V] fp32: of the columns there are, given the logarithm of the sum of all exponentials."""
+    if temperature == 1.0:
+        return torch.sub(logits_NV, log_sum_N[:, None])
+    return scaled(logits_NV, temperature).sub_(log_sum_N[:, None])
+
+
+def log_sum_over_ranks(log_sum_N: Tensor, others: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """From each rank's logarithm of its sum of exponentials that of all columns; ``others`` [N] or [K, N] are summed.
+
+    Every rank of ``group`` must call: two all-reduces.
+    """
     largest_N = log_sum_N.clone()
     dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
-    sums_2N = torch.stack([(log_sum_N - largest_N).exp(), own_N])
-    dist.all_reduce(sums_2N, group=group)
-    return largest_N + sums_2N[0].log(), sums_2N[1]
+    sums = torch.cat([(log_sum_N - largest_N).exp()[None], others.view(-1, log_sum_N.numel())])
+    dist.all_reduce(sums, group=group)
+    return largest_N + sums[0].log(), sums[1:].view_as(others)
 
 
 def count_loss_tokens(labels_BS: Tensor) -> Tensor:

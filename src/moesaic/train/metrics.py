@@ -6,18 +6,14 @@ rank 0.
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from moesaic.data.batch import Batch
@@ -25,11 +21,11 @@ from moesaic.meshes import Meshes
 from moesaic.ops import host
 from moesaic.parallel.experts import expert_parallel, find_expert_modules
 from moesaic.runtime import device_type
-from moesaic.train.boards import Board, TensorBoard
 from moesaic.train.evaluate import HeldOut
 from moesaic.train.flops import ModelFlops, num_causal_pairs, peak_flops_per_s
 from moesaic.train.router import RouterTraining
 from moesaic.train.step import StepResult
+from moesaic.train.writer import RunWriter
 
 
 def memory_bytes() -> int:
@@ -193,76 +189,29 @@ class Meter:
         return metrics
 
 
-class MetricsWriter:
-    """Console with a progress bar, ``metrics.jsonl`` in ``folder``, and boards. On rank 0 only.
+class MetricsWriter(RunWriter):
+    """Writes what supervised training measures.
 
     ``metrics.jsonl`` gets one JSON object per logging step (``kind: train``, the fields of ``StepMetrics``) and one per
     evaluation (``kind: eval``; ``step``, ``loss`` in nats per token, ``num_loss_tokens``, and of each set by name these
-    two in ``sets``). A resumed run appends.
-
-    Args:
-        boards: where curves go, open; closed with the writer. None: TensorBoard files in ``folder``.
+    two in ``sets``).
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        num_steps: int,
-        first_step: int = 0,
-        console: Console | None = None,
-        boards: Sequence[Board] | None = None,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._boards = (TensorBoard(folder),) if boards is None else tuple(boards)
-        self._console = console or Console(highlight=False)
-        columns = (TextColumn("train"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._progress.add_task("train", total=num_steps, completed=first_step)
-        self._num_steps = num_steps
-        self._progress.start()
-
-    def advance(self, step: int) -> None:
-        """Move the progress bar to ``step``."""
-        self._progress.update(self._task, completed=step)
 
     def write_step(self, metrics: StepMetrics) -> None:
         """One line to the console and to ``metrics.jsonl``, and a point on each curve."""
-        self._append({"kind": "train", **asdict(metrics)})
-        self._plot({f"train/{name}": value for name, value in metrics.scalars().items()}, metrics.step)
-        self._print(_step_line(metrics, self._num_steps))
+        self.append({"kind": "train", **asdict(metrics)})
+        self.plot({f"train/{name}": value for name, value in metrics.scalars().items()}, metrics.step)
+        self.print(_step_line(metrics, self.num_steps))
 
     def write_eval(self, step: int, held_out: HeldOut) -> None:
         """The held-out losses after optimizer step ``step``."""
         sets = {name: {"loss": loss, "num_loss_tokens": count} for name, (loss, count) in held_out.sets.items()}
         loss, count = held_out.loss, held_out.num_loss_tokens
-        self._append({"kind": "eval", "step": step, "loss": loss, "num_loss_tokens": count, "sets": sets})
+        self.append({"kind": "eval", "step": step, "loss": loss, "num_loss_tokens": count, "sets": sets})
         each = {name: loss for name, (loss, _) in held_out.sets.items()} if len(sets) > 1 else {}
-        self._plot({"eval/loss": loss} | {f"eval/loss/{name}": value for name, value in each.items()}, step)
+        self.plot({"eval/loss": loss} | {f"eval/loss/{name}": value for name, value in each.items()}, step)
         parts = "".join(f"  {name} {value:.4f}" for name, value in each.items())
-        self._print(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  held-out loss {loss:.4f}{parts}")
-
-    def print(self, text: str) -> None:
-        """A line on the console, above the progress bar."""
-        self._print(text)
-
-    def close(self) -> None:
-        """Flush and close everything; the bar stays as it is."""
-        self._progress.stop()
-        for board in self._boards:
-            board.close()
-        self._file.close()
-
-    def _plot(self, scalars: Mapping[str, float], step: int) -> None:
-        for board in self._boards:
-            board.write(scalars, step)
-
-    def _append(self, record: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self.print(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  held-out loss {loss:.4f}{parts}")
 
 
 def _step_line(metrics: StepMetrics, num_steps: int) -> str:

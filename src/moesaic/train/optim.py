@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -50,6 +51,21 @@ def build_optimizer(model: nn.Module, config: OptimConfig, learning_rate: float)
         fused=is_fused,
         foreach=not is_fused,
     )
+
+
+@torch.no_grad()
+def give_state(optimizer: Optimizer) -> None:
+    """Make the state that AdamW makes in the first step: no step done, moments of 0. What has one keeps it.
+
+    Saving does so too where there is none, but counts a step that nobody took (torch's ``_init_optim_state``).
+    """
+    assert isinstance(optimizer, AdamW), type(optimizer).__name__
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                counter = torch.zeros((), device=param.device if group["fused"] else "cpu")
+                moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[param] = {"step": counter, **moments}
 
 
 def build_scheduler(optimizer: Optimizer, config: LrSchedulerConfig, num_steps: int) -> LambdaLR:

@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ def build_run(recipe: Recipe) -> Run:
         ValueError: what only shows here: bad data, a checkpoint folder in the way, weights that don't fit.
     """
     meshes = start(recipe)
-    checkpoint = _agree_on_checkpoint(recipe)
+    checkpoint = agree_on_checkpoint(recipe)
     save_run_facts(recipe, meshes)
     data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
     save_data_report(recipe, data)
@@ -100,31 +101,36 @@ def start(recipe: Recipe) -> Meshes:
 
     A caller may have joined a default process group already, with a timeout of its own; then that one is used.
     """
-    if recipe.full_determinism:
-        use_determinism()
-    if not dist.is_initialized():
-        init_process_group(recipe.dist_timeout)
-    logging.getLogger("moesaic").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
-    meshes = build_meshes(
+    join(recipe)
+    return build_meshes(
         cp_size=recipe.cp_size,
         tp_size=recipe.tp_size,
         mp_replicate_size=recipe.mp_replicate_size,
         ep_size=recipe.ep_size,
         edp_size=recipe.edp_size,
     )
+
+
+def join(recipe: Recipe) -> None:
+    """The first part of ``start``: everything but meshes. Every rank must call it."""
+    if recipe.full_determinism:
+        use_determinism()
+    if not dist.is_initialized():
+        init_process_group(recipe.dist_timeout)
+    logging.getLogger("moesaic").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
     # Every rank computes on other tokens, or other heads, and draws other noise (dropout).
     seed_all(recipe.seed + dist.get_rank())
-    return meshes
 
 
-def build_model(recipe: Recipe, meshes: Meshes) -> PreTrainedModel:
-    """The model of the recipe, sharded and loaded. Every rank must call it."""
+def build_model(recipe: Recipe, meshes: Meshes, value_head: Literal["new", "trained"] | None = None) -> PreTrainedModel:
+    """The model of the recipe, sharded and loaded (``from_pretrained``). Every rank must call it."""
     return from_pretrained(
         recipe.model,
         meshes,
         options=parallel_options(recipe),
         attn_implementation=recipe.attn_implementation,
         kernels=select_kernels(recipe.kernel_config, device_type=meshes.dense.device_type),
+        value_head=value_head,
     )
 
 
@@ -213,7 +219,7 @@ def save_kernel_facts(recipe: Recipe, model: PreTrainedModel) -> None:
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _agree_on_checkpoint(recipe: Recipe) -> Path | None:
+def agree_on_checkpoint(recipe: Recipe) -> Path | None:
     """The checkpoint to go on from as rank 0 sees the folder: a file system may show others an older state of it."""
     found: list[tuple[list[Problem], Path | None]] = [([], None)]
     if dist.get_rank() == 0:

@@ -53,7 +53,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> LoadReport:
     blocks and MXFP4 are unpacked. Values are cast to each parameter's dtype. Parameters may be plain tensors or
     DTensors with any number of sharded axes; they must have storage (``materialize``) and, if tied, be tied. Nothing is
     sent between ranks but one flag at the end: where the model has DTensors, every rank of their meshes must call. The
-    model remembers the folder: an export has the files' names and layout, and what they hold beside the model.
+    model remembers the folder: an export has the files' names and layout, and what they hold beside the model. The head of
+    a value model is filled from a classifier's ``score``; where the folder has none, it is 0.
 
     Raises:
         ValueError: no safetensors in ``folder``; or keys that are missing, mis-shaped, of a dtype that can't be cast,
@@ -79,6 +80,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> LoadReport:
 
 def _load(state: Mapping[str, torch.Tensor], source: WeightSource) -> LoadReport:
     blocks = {name: _blocks(name, tensor) for name, tensor in state.items()}
+    for name in state.keys() - source.grids.keys():  # a new value head: every value is 0 at first
+        state[name].zero_()
 
     def reads_of(name: str, grid: Grid) -> list[tuple[str, Read]]:
         return [(name, read) for block in blocks[name] for read in plan_reads(grid, block)]

@@ -22,6 +22,7 @@ from moesaic.weights.conversions import Derivation, derive_default_grids, derive
 from moesaic.weights.files import read_config, read_headers
 from moesaic.weights.quantized import Stored, explain_unreadable, find_stored
 from moesaic.weights.tiles import Grid, Shape
+from moesaic.weights.value_head import place_value_head
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class WeightSource:
 
     Attributes:
         folder: the model folder.
-        grids: parameter or buffer -> the tiles that fill it; a tied one under the name that owns it.
+        grids: parameter or buffer -> the tiles that fill it; a tied one under the name that owns it. None for the head
+            of a value model that the folder has none for.
         stored: key -> tensor, of all that a grid names.
         doubled: (tied parameter, tiles under another of its names) where the files hold both.
         kept: tensors that fill nothing and that the model declares ignorable; an export has them again.
@@ -84,12 +86,14 @@ def match_folder(model: PreTrainedModel, folder: Path) -> WeightSource:
             of them in one message.
     """
     stored, problems = find_stored(read_headers(folder), read_config(folder))
+    stored, made_new = place_value_head(stored, model)
     derivation = derive_grids(model, {key: each.shape for key, each in stored.items()})
     state = state_tensors(model)
     aliases = tied_names(model)
     grids, doubled = _choose_grids(state, aliases, derivation)
     problems += derivation.problems
-    problems += _missing(model, [name for name in state if name not in grids], aliases, derivation)
+    lost = [name for name in state if name not in grids and name not in made_new]
+    problems += _missing(model, lost, aliases, derivation)
     problems += _dtype_problems(state, grids, stored)
     ignorable = _ignorable_pattern(model, folder)
     unknown = [key for key, name in derivation.unused.items() if not (ignorable and ignorable.search(name))]
