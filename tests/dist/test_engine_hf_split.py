@@ -84,8 +84,8 @@ def groups_as_values(groups: Any) -> list[list[tuple[Any, ...]]]:
     [
         ("qwen3_moe", "tp", {}),
         ("qwen3_moe", "tp", {"tie_word_embeddings": True, "vocab_size": 47}),
-        ("qwen2_moe", "tp", {}),
-        ("mixtral", "tp", {}),
+        pytest.param("qwen2_moe", "tp", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", "tp", {}, marks=pytest.mark.slow),
         ("qwen3_5_moe_text", "tp", {}),
         ("qwen3_moe", "ep", {"tie_word_embeddings": True}),
     ],
@@ -130,7 +130,7 @@ def sync_twice(rank: int, first: Path, second: Path, kind: Kind, dtype: torch.dt
     [
         ("qwen3_moe", "tp", torch.float32),
         ("qwen3_5_moe_text", "tp", torch.bfloat16),
-        ("qwen2_moe", "tp", torch.float32),
+        pytest.param("qwen2_moe", "tp", torch.float32, marks=pytest.mark.slow),
         ("qwen3_moe", "ep", torch.bfloat16),
     ],
 )

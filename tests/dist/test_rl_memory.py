@@ -130,6 +130,7 @@ def engine_bytes(engine: HfEngine) -> int:
     return sum(local_tensor(each).untyped_storage().nbytes() for each in state_tensors(engine.model).values())
 
 
+@pytest.mark.slow
 def test_twenty_cycles_take_no_more_memory_than_one(run_ranks: RunRanks, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "qwen3_moe", **{**LARGE, "num_hidden_layers": 1, "moe_intermediate_size": 128})
     for grown, files, left, names in run_ranks(cycle, 4, tmp_path / "model", tmp_path / "scratch"):
@@ -189,7 +190,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("topology", ["ep2, fsdp4, ep4", "foreach, bf16"])
+@pytest.mark.parametrize("topology", ["ep2, fsdp4, ep4", pytest.param("foreach, bf16", marks=pytest.mark.slow)])
 def test_updates_with_turns_are_those_without(run_ranks: RunRanks, tmp_path: Path, topology: str) -> None:
     save_tiny(tmp_path / "model", "qwen3_moe", **UNEVEN)
     recipe = rl_recipe(tmp_path / "model", **TOPOLOGIES[topology])
@@ -244,7 +245,9 @@ def run_backward(role: Role, rank: int) -> None:
     role.model(**batch.model_inputs()).logits.square().mean().backward()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", [pytest.param(each, marks=[pytest.mark.slow] if each == "foreach, bf16" else []) for each in TOPOLOGIES]
+)
 def test_the_budget_is_what_is_there_in_every_state(run_ranks: RunRanks, tmp_path: Path, topology: str) -> None:
     save_tiny(tmp_path / "model", "qwen3_moe", **{**UNEVEN, "num_key_value_heads": 4})
     recipe = rl_recipe(tmp_path / "model", **TOPOLOGIES[topology])

@@ -110,7 +110,9 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_model(
     assert not (tmp_path / "parked").exists() or not list((tmp_path / "parked").iterdir())
 
 
-@pytest.mark.parametrize("drawn", [{"temperature": 0.7}, {"top_k": 1}], ids=["seeded", "greedy"])
+@pytest.mark.parametrize(
+    "drawn", [{"temperature": 0.7}, pytest.param({"top_k": 1}, marks=pytest.mark.slow)], ids=["seeded", "greedy"]
+)
 def test_a_run_that_goes_on_is_one_that_never_stopped(
     run_ranks: RunRanks, source: Path, tmp_path: Path, drawn: dict[str, Any]
 ) -> None:

@@ -123,6 +123,7 @@ def stop_and_resume(rank: int, recipe: Recipe, folder: Path) -> None:
         run.hand_over.close()
 
 
+@pytest.mark.slow  # `make test` has whole runs that go on in tests/dist/test_rl_run.py
 def test_a_resumed_run_equals_one_that_never_stopped(run_ranks: RunRanks, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "qwen3_moe", **UNEVEN)
     run_ranks(stop_and_resume, 4, rl_recipe(tmp_path / "model"), tmp_path)

@@ -22,7 +22,7 @@ from moesaic.rl.update import update_actor
 from moesaic.train.router import RouterOptions, build_router_training
 from tests.oracle.cells import full
 from tests.oracle.reference import Case, load_reference
-from tests.oracle.rl_reference import STEP, RlCase, draw_experience
+from tests.oracle.rl_reference import RlCase, draw_experience
 from tests.pool import RunRanks
 
 CASE = RlCase(temperature=1.0)
@@ -63,7 +63,7 @@ def weights_of(role: Role) -> dict[str, Tensor]:
 
 def rows_of_update(role: Role, experience: Experience, number: int) -> list[int]:
     """Trajectories of an update of the only epoch, a group each."""
-    return list(mini_batches(experience, 1, f"{role.recipe.seed}/actor/{STEP}/0")[number])
+    return list(mini_batches(experience, 1)[number])
 
 
 def skip_one(rank: int, folder: Path) -> tuple[dict[str, float], float, bool]:
@@ -73,13 +73,13 @@ def skip_one(rank: int, folder: Path) -> tuple[dict[str, float], float, bool]:
     rows = rows_of_update(role, experience, 1)
     spoilt = experience.columns["advantages"].clone()
     spoilt[rows] = torch.where(mask_BT[rows], float("inf"), spoilt[rows])
-    metrics = update_actor(role, experience.with_columns(advantages=spoilt), mask_BT, step=STEP)
+    metrics = update_actor(role, experience.with_columns(advantages=spoilt), mask_BT)
     found = weights_of(role)
 
     other, _ = build_actor(folder, ppo_mini_batch_size=1)
     rejected_BT = mask_BT.clone()
     rejected_BT[rows] = False
-    without = update_actor(other, experience, rejected_BT, step=STEP)
+    without = update_actor(other, experience, rejected_BT)
     assert without["actor/num_skipped"] == 0, "an update without a trained token is none, and is not counted"
     expected = weights_of(other)
     is_same = all(torch.equal(found[name], expected[name]) for name in found)
@@ -101,7 +101,7 @@ def spoil_all(rank: int, folder: Path) -> tuple[dict[str, float], float, bool]:
     before = weights_of(role)
     experience, mask_BT = build_experience(role)
     spoilt = torch.where(mask_BT, float("nan"), experience.columns["advantages"])
-    metrics = update_actor(role, experience.with_columns(advantages=spoilt), mask_BT, step=STEP)
+    metrics = update_actor(role, experience.with_columns(advantages=spoilt), mask_BT)
     after = weights_of(role)
     is_unmoved = all(torch.equal(before[name], after[name]) for name in before)
     return metrics, float(scheduler.get_last_lr()[0]), is_unmoved
@@ -116,7 +116,7 @@ def test_all_updates_may_be_skipped(run_ranks: RunRanks, reference_root: Path) -
 def first_ratio(rank: int, folder: Path) -> dict[str, float]:
     role, _ = build_actor(folder)
     experience, mask_BT = build_experience(role)
-    return update_actor(role, experience, mask_BT, step=STEP)
+    return update_actor(role, experience, mask_BT)
 
 
 def test_the_first_update_is_on_policy(run_ranks: RunRanks, reference_root: Path) -> None:
@@ -131,7 +131,7 @@ def train_routers(rank: int, folder: Path, coefficient: float) -> tuple[float, T
     role, _ = build_actor(folder, max_grad_norm=None)
     experience, mask_BT = build_experience(role)
     router = build_router_training(role.model, RouterOptions(aux_loss_coef=coefficient), role.meshes)
-    update_actor(role, experience, mask_BT, step=STEP, router=router)
+    update_actor(role, experience, mask_BT, router=router)
     (name,) = (name for name in weights_of(role) if name.endswith("layers.0.mlp.gate.weight"))
     return (0.0 if router is None else router.measure()["aux_loss"]), weights_of(role)[name]
 
@@ -146,13 +146,13 @@ def missing_columns(rank: int, folder: Path) -> str:
     role, _ = build_actor(folder)
     experience, mask_BT = draw_experience(0)
     with pytest.raises(AssertionError) as error:
-        update_actor(role, experience, mask_BT, step=STEP)
+        update_actor(role, experience, mask_BT)
     beyond = torch.ones_like(mask_BT)
     columns = {"old_logprobs": torch.zeros(beyond.shape), "advantages": torch.zeros(beyond.shape)}
     with pytest.raises(AssertionError, match="tokens that the model didn't write"):
-        update_actor(role, experience.with_columns(**columns), beyond, step=STEP)
+        update_actor(role, experience.with_columns(**columns), beyond)
     with pytest.raises(AssertionError, match="is not trained"):
-        update_actor(replace(role, optimizer=None), experience.with_columns(**columns), mask_BT, step=STEP)
+        update_actor(replace(role, optimizer=None), experience.with_columns(**columns), mask_BT)
     return str(error.value)
 
 

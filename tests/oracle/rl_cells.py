@@ -26,7 +26,7 @@ from moesaic.rl.update import _Loss, update_actor, update_critic
 from moesaic.weights.load import load_weights
 from tests.oracle.cells import ShardOptimizer, grads_of, largest, worst
 from tests.oracle.reference import OPTIMIZERS
-from tests.oracle.rl_reference import MAX_NORM, SCHEDULES, STEP, RlReference
+from tests.oracle.rl_reference import MAX_NORM, SCHEDULES, RlReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,8 @@ def _run_case(cell: RlCell, meshes: Meshes, model: PreTrainedModel, reference: R
 def update(role: Role, reference: RlReference) -> dict[str, float]:
     experience, mask_BT = reference.experience, reference.mask_BT
     if role.name == "critic":
-        return update_critic(role, experience, mask_BT, step=STEP)
-    return update_actor(role, experience, mask_BT, step=STEP, topk=reference.topk)
+        return update_critic(role, experience, mask_BT)
+    return update_actor(role, experience, mask_BT, topk=reference.topk)
 
 
 def _as_named(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

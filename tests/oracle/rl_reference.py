@@ -41,7 +41,6 @@ from moesaic.rl.types import Experience, Prompt, Trajectory
 from tests.oracle.reference import MIN_ROUTE_GAP, OPTIMIZERS, _RouteGap
 
 K = 5
-STEP = 7
 MAX_NORM = 1.0
 # Completions of each prompt: seven trajectories, which no number of ranks divides, the last of a group of its own.
 GROUP_SIZES = (3, 3, 1)
@@ -200,9 +199,8 @@ def _restore(model: PreTrainedModel, start: dict[str, Tensor]) -> None:
 def updates_of(case: RlCase, folder: Path, experience: Experience) -> Iterator[tuple[int, ...]]:
     """The trajectories of each update."""
     recipe = case.recipe(folder, **SCHEDULES[case.optimizer])
-    for epoch in range(recipe.algorithm.ppo_epochs):
-        key = f"{recipe.seed}/{case.role}/{STEP}/{epoch}"
-        yield from mini_batches(experience, recipe.algorithm.ppo_mini_batch_size, key)
+    for _ in range(recipe.algorithm.ppo_epochs):
+        yield from mini_batches(experience, recipe.algorithm.ppo_mini_batch_size)
 
 
 def draw_experience(seed: int) -> tuple[Experience, Tensor]:

@@ -128,7 +128,7 @@ def train(rank: int, recipe: Recipe, case: Case, out: Path) -> list[float]:
             groups_B=experience.groups_B,
         ).advantages_BT
         experience = experience.with_columns(advantages=advantages, **columns)
-        metrics = update_actor(roles.actor, experience, experience.mask_BT, step=number)
+        metrics = update_actor(roles.actor, experience, experience.mask_BT)
         assert metrics["actor/num_skipped"] == 0
         norms.append(metrics["actor/grad_norm"])
     export_hf(roles.actor.model, out)

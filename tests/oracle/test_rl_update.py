@@ -74,6 +74,10 @@ TRIPLES = [
     )
 ]
 
+# Run by `make test`: of one rank, the experts' two axes, and all axes together; the others by `make test-slow`.
+IN_TEST = ("one-rank-rows-of-3", "one-rank-end-to-end", "ep2-efsdp2", "cp2-tp2-ep2")
+SLOW = pytest.mark.slow
+
 References = Callable[[RlCase, bool], RlReference]
 
 
@@ -105,7 +109,7 @@ def compare(cell: RlCell, references: list[RlReference], run_ranks: RunRanks) ->
                 assert torch.equal(table, per_rank[0][number]["tables"][name]), f"{name} differs between ranks"
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[] if each in IN_TEST else [SLOW]) for each in CELLS])
 def test_each_formula_on_each_topology(name: str, run_ranks: RunRanks, reference_of: References) -> None:
     compare(CELLS[name], [reference_of(case, False) for case in SAMPLE], run_ranks)
 
@@ -120,7 +124,7 @@ def test_tied_embeddings_and_a_teacher_alone(name: str, run_ranks: RunRanks, ref
     compare(CELLS[name], [reference_of(RlCase(distillation="alone"), True)], run_ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("loss_mode", get_args(LossMode))
 @pytest.mark.parametrize("name", [*CELLS, *MORE_CELLS])
 def test_every_triple(name: str, loss_mode: LossMode, run_ranks: RunRanks, reference_of: References) -> None:
@@ -128,7 +132,7 @@ def test_every_triple(name: str, loss_mode: LossMode, run_ranks: RunRanks, refer
     compare({**CELLS, **MORE_CELLS}[name], [reference_of(case, False) for case in triples], run_ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("name", [*CELLS, *MORE_CELLS])
 def test_more_critics_and_teachers(name: str, run_ranks: RunRanks, reference_of: References) -> None:
     cell = {**CELLS, **MORE_CELLS}[name]

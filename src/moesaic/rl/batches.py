@@ -25,7 +25,6 @@ from torch import Tensor
 from moesaic.config import Recipe
 from moesaic.config.parallel import ParallelSizes
 from moesaic.data.batch import IGNORE_INDEX, NO_PLACE, Batch, Sample, shift_labels
-from moesaic.data.mixing import shuffle_indices
 from moesaic.data.packing import Row, RowOptions, collate
 from moesaic.data.token_batches import cut_step
 from moesaic.rl.types import Experience, Trajectory
@@ -94,21 +93,21 @@ def build_batch(
     return replace(batch, places=places)
 
 
-def mini_batches(experience: Experience, size: int | None, key: str) -> list[tuple[int, ...]]:
+def mini_batches(experience: Experience, size: int | None) -> list[tuple[int, ...]]:
     """The trajectories of each optimizer update: whole groups, ``size`` of them each, the last perhaps fewer.
+
+    In the order of the step's prompts, which were drawn at random: as verl goes through them.
 
     Args:
         size: groups (``ppo_mini_batch_size``); None: all in one.
-        key: of the shuffle, e.g. seed, step and epoch; the same on every rank.
     """
     members: dict[int, list[int]] = {}
     for number, each in enumerate(experience.trajectories):
         members.setdefault(each.group, []).append(number)
     groups = list(members.values())
-    order = shuffle_indices(len(groups), key)
     size = len(groups) if size is None else size
-    chunks = (order[first : first + size] for first in range(0, len(order), size))
-    return [tuple(number for group in chunk for number in groups[group]) for chunk in chunks]
+    chunks = (groups[first : first + size] for first in range(0, len(groups), size))
+    return [tuple(number for group in chunk for number in group) for chunk in chunks]
 
 
 def num_tokens(trajectory: Trajectory) -> int:

@@ -91,10 +91,10 @@ class Learner:
         metrics |= more
         if self.roles.critic is not None:
             with self.at_work("update_critic", self.roles.critic):
-                metrics |= update_critic(self.roles.critic, experience, mask_BT, step=step)
+                metrics |= update_critic(self.roles.critic, experience, mask_BT)
         if self.roles.critic is None or step > self.recipe.critic.critic_warmup:
             with self.at_work("update_actor", self.roles.actor):
-                metrics |= update_actor(self.roles.actor, experience, mask_BT, step=step, topk=topk, router=self.router)
+                metrics |= update_actor(self.roles.actor, experience, mask_BT, topk=topk, router=self.router)
         metrics |= batch_metrics(experience, rewards, mask_BT, self.recipe.rollout.sampling.max_tokens)
         return Learned(experience=experience, rewards=rewards, mask_BT=mask_BT, metrics=metrics)
 

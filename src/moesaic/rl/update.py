@@ -1,7 +1,7 @@
 """A step's optimizer updates of the actor and of the critic.
 
 A rollout is gone through ``ppo_epochs`` times, each time in mini-batches of ``ppo_mini_batch_size`` prompts with all
-their completions, shuffled anew; each is one optimizer update. The old log-probabilities are those before the first.
+their completions, in order; each is one optimizer update. The old log-probabilities are those before the first.
 
 The loss of an update is a sum over all its tokens, on all ranks::
 
@@ -56,7 +56,6 @@ def update_actor(
     experience: Experience,
     mask_BT: Tensor,
     *,
-    step: int,
     topk: TopK | None = None,
     router: RouterTraining | None = None,
 ) -> dict[str, float]:
@@ -71,7 +70,6 @@ def update_actor(
             ``bypass_mode`` the engine's) and ``advantages``; ``ref_logprobs`` where the divergence is in the loss;
             ``rollout_weights`` where tokens have weights of their own. ``entropy`` is reported, where it is there.
         mask_BT: [B, T] bool, the tokens that are trained on, after rejections; others' columns are never read.
-        step: of the run; seeds the order.
         topk: of the teacher, under ``distillation_config.mode: forward_kl_topk``.
         router: what trains the model's routers beside the policy.
 
@@ -89,11 +87,11 @@ def update_actor(
     needed = [*(POLICY_COLUMNS if _has_policy_loss(recipe) else ()), *(("ref_logprobs",) if _has_kl(recipe) else ())]
     reported = [name for name in ("rollout_weights", "entropy") if name in experience.columns]
     loss_of = _actor_loss(recipe, vocabulary_shard(role.model))
-    metrics = _update(role, experience, mask_BT, [*needed, *reported], loss_of, step, topk=topk, router=router)
+    metrics = _update(role, experience, mask_BT, [*needed, *reported], loss_of, topk=topk, router=router)
     return metrics | ({"actor/kl_coef": recipe.kl_config.coef} if _has_kl(recipe) else {})
 
 
-def update_critic(role: Role, experience: Experience, mask_BT: Tensor, *, step: int) -> dict[str, float]:
+def update_critic(role: Role, experience: Experience, mask_BT: Tensor) -> dict[str, float]:
     """As ``update_actor``, by the value loss: ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean``,
     ``critic/grad_norm``, ``critic/lr``, ``critic/num_skipped``.
 
@@ -107,7 +105,7 @@ def update_critic(role: Role, experience: Experience, mask_BT: Tensor, *, step: 
         found = value_loss(values, old_values, returns, tokens.mask, cliprange=cliprange)
         return found.losses, {"critic/vf_loss": found.losses}, {"critic/vpred_mean": values, **found.metrics}
 
-    return _update(role, experience, mask_BT, CRITIC_COLUMNS, loss_of, step)
+    return _update(role, experience, mask_BT, CRITIC_COLUMNS, loss_of)
 
 
 def _has_policy_loss(recipe: Recipe) -> bool:
@@ -163,7 +161,6 @@ def _update(
     mask_BT: Tensor,
     columns: Sequence[str],
     loss_of: Callable[[Tokens], TokenLoss],
-    step: int,
     topk: TopK | None = None,
     router: RouterTraining | None = None,
 ) -> dict[str, float]:
@@ -177,9 +174,8 @@ def _update(
     sums: defaultdict[str, float] = defaultdict(float)
     num_updates = num_skipped = 0
     role.model.train()
-    for epoch in range(algorithm.ppo_epochs):
-        key = f"{recipe.seed}/{role.name}/{step}/{epoch}"
-        for numbers in mini_batches(experience, algorithm.ppo_mini_batch_size, key):
+    for _ in range(algorithm.ppo_epochs):
+        for numbers in mini_batches(experience, algorithm.ppo_mini_batch_size):
             rows = torch.tensor(numbers)
             if not mask_BT[rows].any():
                 continue

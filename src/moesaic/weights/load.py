@@ -53,8 +53,8 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> LoadReport:
     blocks and MXFP4 are unpacked. Values are cast to each parameter's dtype. Parameters may be plain tensors or
     DTensors with any number of sharded axes; they must have storage (``materialize``) and, if tied, be tied. Nothing is
     sent between ranks but one flag at the end: where the model has DTensors, every rank of their meshes must call. The
-    model remembers the folder: an export has the files' names and layout, and what they hold beside the model. The head of
-    a value model is filled from a classifier's ``score``; where the folder has none, it is 0.
+    model remembers the folder: an export has the files' names and layout, and what they hold beside the model. A value
+    model's head is filled from a classifier's ``score``; where the folder has none, it is 0.
 
     Raises:
         ValueError: no safetensors in ``folder``; or keys that are missing, mis-shaped, of a dtype that can't be cast,
