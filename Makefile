@@ -12,7 +12,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip install --quiet
 CODE := src tests $(wildcard bench quickstart tools)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-product test-engines test-sglang peers lint format quickstart upcycle-check matrix bench clean
+.PHONY: help venv test test-slow test-product test-engines test-sglang peers lint format quickstart upcycle-check matrix learn bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -88,7 +88,7 @@ format: venv  ## format, and mend what ruff can
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
-quickstart: $(VENV)/.installed-quickstart  ## upcycle a small model to a MoE, train it on 4 local processes, test it, export it
+quickstart: $(VENV)/.installed-quickstart  ## upcycle a small model to a MoE, fine-tune it on 4 processes, test it; then GRPO on a smaller one
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash quickstart/run.sh
 
 upcycle-check: $(VENV)/.installed-quickstart  ## the upcycled quickstart model answers 20 prompts as its dense source does
@@ -98,6 +98,9 @@ upcycle-check: $(VENV)/.installed-quickstart  ## the upcycled quickstart model a
 matrix: venv  ## every family x topology x dispatcher (minutes); writes docs/families.md, docs/parity.md; PART='...'
 	$(if $(PART),,$(BIN)/python -m pytest -q tests/families/layouts.py tests/families/hub_models.py)
 	$(BIN)/python -m tests.families.matrix $(PART)
+
+learn: venv  ## each tiny RL recipe learns (a quarter of an hour); writes the table of docs/rl.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m bench.learn --write
 
 bench: venv  ## our training step beside transformers' own expert parallelism, and one process
 	$(BIN)/python -m bench.train_step

@@ -21,3 +21,10 @@ step "after training, asked of the exported model in plain transformers"
 python -m quickstart.evaluate "$build/run/export" "$heldout" --out "$build/after.json"
 step "result"
 python -m quickstart.compare "$build/before.json" "$build/after.json"
+step "reinforcement learning: a 5M model that spells some words backward, from its own short fine-tuning"
+rm -rf build/tiny_rl/grpo
+python -m quickstart.tiny_rl --out build/tiny_rl
+step "GRPO on 4 local processes: ep 2, efsdp 2"
+moesaic train recipes/rl/grpo_tiny.yaml --nproc 4
+step "what its rewards became"
+python -m quickstart.rewards build/tiny_rl/grpo/metrics.jsonl

@@ -11,7 +11,7 @@ It makes, as far as it isn't there yet::
     start/ teacher_start/        random weights
     model/ teacher/              the same, after `moesaic train recipes/sft/tiny.yaml` on the demonstrations
 
-A folder gets its name when it is complete. ``quickstart.learned`` says what a run then made of it.
+A folder gets its name when it is complete. ``quickstart.rewards`` says what a run then made of it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ def build_row(word: str) -> Row:
 
 
 def build_split(
-    num_train: int = NUM_TRAIN, num_heldout: int = NUM_HELDOUT, seed: int = SEED
+    num_train: int = NUM_TRAIN,
+    num_heldout: int = NUM_HELDOUT,
+    seed: int = SEED,
+    lengths: Sequence[int] = WORD_LENGTHS,
 ) -> tuple[list[Row], list[Row]]:
     """Rows to train on and held-out rows, so many of each length, in a random order.
 
@@ -49,7 +52,7 @@ def build_split(
     """
     if min(num_train, num_heldout) < 1:
         raise ValueError(f"num_train={num_train}, num_heldout={num_heldout}: ask for at least 1 word of each length.")
-    words = [draw_words(length, num_train + num_heldout, seed) for length in WORD_LENGTHS]
+    words = [draw_words(length, num_train + num_heldout, seed) for length in lengths]
     train = [build_row(word) for word in chain.from_iterable(each[:num_train] for each in words)]
     heldout = [build_row(word) for word in chain.from_iterable(each[num_train:] for each in words)]
     for rows in (train, heldout):

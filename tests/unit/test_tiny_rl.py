@@ -1,10 +1,9 @@
-"""The tiny reinforcement-learning task: a clean split, the demonstrator's mistakes, the tokenizer, and the verdict."""
+"""The tiny reinforcement-learning task: a clean split, the demonstrator's mistakes, and the tokenizer."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from moesaic.config.load import read_mapping
 from moesaic.config.rl_sections import RolloutConfig
-from quickstart import learned
-from quickstart.learned import read_curve
 from quickstart.tiny_model import STUDENT_SIZES, TEACHER_SIZES, build_tokenizer, save_random_model
 from quickstart.tiny_task import (
     END_OF_PROMPT,
@@ -122,53 +119,3 @@ def test_recipe_has_room_for_the_task(path: Path) -> None:
     longest = max(WORD_LENGTHS) + 1
     assert rollout.max_prompt_length >= longest
     assert rollout.sampling.max_tokens - data["reward"].get("overlong_buffer_len", 0) >= longest
-
-
-def write_run(folder: Path, rewards: Sequence[float], accuracies: Mapping[int, float]) -> Path:
-    rows: list[dict[str, object]] = [
-        {"kind": "rl", "step": step, "metrics": {"critic/score/mean": reward}} for step, reward in enumerate(rewards, 1)
-    ]
-    for step, accuracy in accuracies.items():
-        scores = {"val-core/words/acc/mean@1": accuracy, "val-core/words/reward/mean@1": 9.0}
-        rows.append({"kind": "val", "step": step, "metrics": scores})
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-def test_curve(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", [0.2] * 5 + [0.9] + [0.5] * 4 + [0.6], {0: 0.3, 5: 0.9, 11: 0.7})
-    curve = read_curve(run)
-    assert curve.first_reward == pytest.approx(0.2)
-    assert curve.last_reward == pytest.approx(0.52)
-    assert curve.accuracy_gain == pytest.approx(0.4)
-
-
-def test_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run", [0.2] * 5 + [0.5] * 5, {0: 0.3, 10: 0.7})
-
-    def verdict(*options: str) -> int:
-        monkeypatch.setattr("sys.argv", ["learned", str(run), *options])
-        return learned.main()
-
-    assert verdict("--min-reward-gain", "0.29", "--min-accuracy-gain", "0.39") == 0
-    assert not capsys.readouterr().err
-    assert verdict("--min-reward-gain", "0.31") == 1
-    assert "reward: a gain of 0.300, less than 0.31" in capsys.readouterr().err
-    assert verdict("--min-accuracy-gain", "0.41") == 1
-    assert "accuracy: a gain of 0.400, less than 0.41" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("rewards", "accuracies", "message"),
-    [
-        ([0.1] * 9, {0: 0.1, 9: 0.2}, "9 steps; at least 10"),
-        ([0.1] * 10, {5: 0.1, 10: 0.2}, r"accuracies are of steps \[5, 10\]"),
-        ([0.1] * 10, {0: 0.1, 5: 0.2}, r"accuracies are of steps \[0, 5\]"),
-    ],
-)
-def test_run_that_proves_nothing(
-    rewards: Sequence[float], accuracies: Mapping[int, float], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_curve(write_run(tmp_path / "run", rewards, accuracies))
