@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from moesaic.train.best import FILE, Best, load_best, save_best
 
 
@@ -15,6 +17,7 @@ def remember(rank: int, folder: Path) -> tuple[Best | None, ...]:
     return (*found, load_best(folder, ("a", "b")))
 
 
+@pytest.mark.slow
 def test_the_loss_of_other_sets_is_not_compared(run_ranks, tmp_path: Path) -> None:
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / ".metadata").touch()

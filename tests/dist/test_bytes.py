@@ -32,10 +32,8 @@ CELLS = [(family, name) for family in CASES for name in ALL_TOPOLOGIES]
 SAMPLE = {
     ("qwen3_moe", "fsdp-ep2"),
     ("qwen3_moe", "bf16-ep2-tp2"),
-    ("qwen3_moe", "fsdp-ep2-cp2"),
     ("qwen3_moe", "dp2-cp2-tp2-ep4"),
     ("deepseek_v3", "fsdp-ep4-tp2"),
-    ("qwen3_5_moe", "ep4-cp2-tp2"),
 }
 
 

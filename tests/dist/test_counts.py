@@ -188,7 +188,7 @@ def test_checkpointing_neither_routes_nor_sends_again(run_ranks: RunRanks, refer
         assert (counts.num_int_reads, counts.num_float_reads) == (NUM_LAYERS, 1)  # what was read is kept too
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tokens_that_are_not_kept_are_sent_again_and_nothing_else_is(
     run_ranks: RunRanks, reference: Reference, ep_size: int
 ) -> None:

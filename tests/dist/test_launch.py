@@ -103,6 +103,7 @@ def test_a_crash_ends_all_and_is_shown_last(start) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.slow  # starts processes that import everything
 def test_what_a_user_has_to_change_is_shown_without_a_stack(start) -> None:
     process = start("refuse")
     pids = read_pids(process)
@@ -115,6 +116,7 @@ def test_what_a_user_has_to_change_is_shown_without_a_stack(start) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.slow  # starts processes that import everything
 def test_without_a_launcher_it_is_the_message_alone_too(tmp_path: Path) -> None:
     code = "from moesaic.runtime import *\ndef f():\n  with start_errors(): raise ValueError('set 2.')\nrun_rank(f)"
     names = ("RANK", "WORLD_SIZE")
@@ -123,6 +125,7 @@ def test_without_a_launcher_it_is_the_message_alone_too(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "set 2.\n")
 
 
+@pytest.mark.slow  # starts processes that import everything
 def test_a_killed_rank_is_named(start) -> None:
     process = start("kill")
     pids = read_pids(process)
@@ -142,6 +145,7 @@ def test_ctrl_c_ends_all_with_one_line(start) -> None:
     assert_gone(pids)
 
 
+@pytest.mark.slow  # starts processes that import everything
 def test_no_rank_outlives_a_killed_parent(start) -> None:
     process = start("wait")
     pids = read_pids(process)

@@ -81,7 +81,7 @@ def test_mixed_sets_and_held_out_sets(run_ranks, source: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "fields",
     [
-        {"stage": "pt", "packing": True, "train_dataset": "text.jsonl"},
+        pytest.param({"stage": "pt", "packing": True, "train_dataset": "text.jsonl"}, marks=pytest.mark.slow),
         pytest.param(
             {"stage": "pt", "packing": True, "train_dataset": {"path": "text.jsonl", "streaming": True, "buffer_size": 12}},
             marks=pytest.mark.slow,

@@ -14,13 +14,11 @@ from tests.pool import RunRanks
 # Run by `make test`; the other cells by `make test-slow`.
 SAMPLE = {
     ("qwen3_moe", "tp4"),
-    ("qwen3_moe", "fsdp-ep2-tp2"),
     ("qwen3_moe", "hsdp-ep2-tp2"),
     ("qwen3_moe", "path-a-cp2-tp2"),
     ("qwen3_moe", "cp4-ep2"),
     ("qwen3_moe", "dp2-cp2-tp2-ep4"),
     ("deepseek_v3", "fsdp-ep4-tp2"),
-    ("deepseek_v3", "ep2-cp2-tp2"),
     ("qwen3_5_moe", "ep4-cp2-tp2"),
     ("qwen3_5_moe", "fsdp-ep4-cp2"),
 }

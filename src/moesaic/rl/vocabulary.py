@@ -50,8 +50,9 @@ def _require_sizes(recipe: Recipe, name: RoleName, folder: str, own: int, size: 
         return
     if own != size:
         raise ValueError(
-            f"{_field(name)}={folder!r}: its vocabulary has {own} tokens, and the actor's {size}; the actor can't learn "
-            "tokens that it hasn't got. Set distillation_config.mode: policy_gradient, which asks for the actor's only."
+            f"{_field(name)}={folder!r}: its vocabulary has {own} tokens, and the actor's {size}; the actor can't "
+            "learn tokens that it hasn't got. Set distillation_config.mode: policy_gradient, which asks for the "
+            "actor's only."
         )
     if recipe.distillation_config.topk > own:
         raise ValueError(f"distillation_config.topk={recipe.distillation_config.topk}: {folder} has {own} tokens.")
@@ -65,7 +66,8 @@ def _require_same_ids(name: RoleName, folder: str, tokenizer: PreTrainedTokenize
         number, token, other = different[0]
         raise ValueError(
             f"{_field(name)}={folder!r}: its tokenizer isn't the actor's, {len(different)} of {len(pairs)} tokens "
-            f"differ (e.g. {number} is {other!r} there, and {token!r} to the actor). Take a model with the actor's tokenizer."
+            f"differ (e.g. {number} is {other!r} there, and {token!r} to the actor). Take a model with the actor's "
+            "tokenizer."
         )
 
 
