@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     import torch
 
 Params = ParamSpec("Params")
+
+
+class PeerFailed(RuntimeError):
+    """Raised by a rank that was well, because another one failed: that one says why. Of several ranks' errors the
+    launcher shows another before this."""
 
 
 class StartError(ValueError):
@@ -54,6 +60,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 # Ranks get this long to end after a SIGTERM, then SIGKILL: with detection (0.1 s) well inside the promised 30 s.
 STOP_TIMEOUT_S = 10
+# A rank that ends because of another leaves so much later: the first to leave ends all, and the cause must be written.
+PEER_GRACE_S = 3
 
 
 # ---------------------------------------------------------------------------------------------------------- devices
@@ -182,6 +190,8 @@ def run_rank(fn: Callable[Params, None], *args: Params.args, **kwargs: Params.kw
             raise
         if isinstance(error, KeyboardInterrupt):
             _leave(EXIT_INTERRUPTED, "interrupted" if rank_from_launcher() == 0 else "")
+        if isinstance(error, PeerFailed):
+            time.sleep(PEER_GRACE_S)
         # launch() shows the rank that failed first, and only that one.
         report = str(error) if is_bare else traceback.format_exc()
         _leave(EXIT_FAILED, "" if is_child_of_launch() else report)
@@ -351,7 +361,8 @@ def _quiet_agent() -> None:
 
 
 def _failure_report(error: Any, log_dir: Path, run_id: str) -> str:
-    """What made the run fail: a rank killed from outside if there is one, else the rank whose error file is oldest.
+    """What made the run fail: a rank killed from outside if there is one, else the rank whose error file is oldest;
+    of those that say another rank failed, only where there are no others.
 
     A rank that dies by SIGKILL (out of memory) or SIGSEGV writes no file, while its peers' broken connections do.
     """
@@ -363,14 +374,16 @@ def _failure_report(error: Any, log_dir: Path, run_id: str) -> str:
     if not files:
         rank, failure = error.get_first_failure()
         return f"rank {rank} failed: exit code {failure.exitcode}, no traceback was recorded"
-    rank = int(files[0].parent.name)
-    message = json.loads(files[0].read_text())["message"]
-    name, _, text = message["message"].partition(": ")
-    if name == StartError.__name__:  # its peers only waited for it, or found the same
-        return f"{text}\n(rank {rank}; its stack is in {files[0]})"
-    trace = message["extraInfo"]["py_callstack"]
+    messages = {file: json.loads(file.read_text())["message"] for file in files}
+    names = {file: message["message"].partition(": ")[0] for file, message in messages.items()}
+    files.sort(key=lambda file: names[file] == PeerFailed.__name__)  # they stay in order otherwise
+    cause = files[0]
+    rank = int(cause.parent.name)
+    if names[cause] == StartError.__name__:  # its peers only waited for it, or found the same
+        return f"{messages[cause]['message'].partition(': ')[2]}\n(rank {rank}; its stack is in {cause})"
+    trace = messages[cause]["extraInfo"]["py_callstack"]
     later = ", ".join(file.parent.name for file in files[1:])
-    others = f"also failed, later: rank {later}; see {files[0].parents[1]}\n" if later else ""
+    others = f"also failed, later: rank {later}; see {cause.parents[1]}\n" if later else ""
     return f"{others}rank {rank} failed\n{trace}"
 
 

@@ -21,9 +21,9 @@ sys.exit(launch(sys.argv[2:], 2, Path(sys.argv[1])))
 """
 
 RANK = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, torch.distributed as dist
-from moesaic.runtime import init_process_group, run_rank, shutdown, start_errors
+from moesaic.runtime import PeerFailed, init_process_group, run_rank, shutdown, start_errors
 
 def work(mode: str) -> None:
     init_process_group(timeout_s=120)
@@ -31,8 +31,11 @@ def work(mode: str) -> None:
     dist.all_reduce(total)
     assert total == 2 and dist.get_world_size() == 2
     os.write(1, f"pid {os.getpid()} threads {os.environ['OMP_NUM_THREADS']}\\n".encode())  # one write: lines stay whole
+    if mode == "tell" and dist.get_rank() == 0:
+        raise PeerFailed("it failed on another rank")
     if dist.get_rank() == 1:
-        if mode == "raise":
+        if mode in ("raise", "tell"):
+            time.sleep(0.3 * (mode == "tell"))  # what it closes first
             raise KeyError("the reason")
         if mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -104,6 +107,14 @@ def test_a_crash_ends_all_and_is_shown_last(start) -> None:
 
 
 @pytest.mark.slow  # starts processes that import everything
+def test_who_was_told_of_a_failure_is_not_its_cause(start) -> None:
+    process = start("tell")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.rindex("also failed, later: rank 0") :]
+    assert "rank 1 failed" in report and report.rstrip().endswith("KeyError: 'the reason'")
+
+
 def test_what_a_user_has_to_change_is_shown_without_a_stack(start) -> None:
     process = start("refuse")
     pids = read_pids(process)

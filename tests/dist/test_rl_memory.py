@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache
 
 from moesaic.config import Recipe
+from moesaic.data.shard import shard_batch
 from moesaic.engines.base import Sampling
 from moesaic.engines.hf import HfEngine
 from moesaic.engines.states import EngineStateError
@@ -215,34 +217,46 @@ def count_in_every_state(rank: int, recipe: Recipe, folder: Path, parks: bool, s
         differ = {key: (counted[key], plan[key]) for key in plan | counted if counted[key] != plan[key]}
         wrong.extend(f"{state} {role} {key}: {its}" for key, its in differ.items())
 
+    def go(state: State, role: str | None = None) -> None:
+        hand_over.enter(state, role)
+        assert all(is_sharded(each) for each in roles.present), "what FSDP gathered in the turn before is gone"
+
     with hand_over:
         for version in range(1, 3):
             for role in roles.present:
-                hand_over.enter(State.TRAIN, role.name)
-                if role.optimizer is not None:
-                    run_backward(role, rank)
+                go(State.TRAIN, role.name)
+                run_forward(role, rank)
                 check(State.TRAIN, role.name)
-                if role.optimizer is not None:
+                if role.optimizer is None:
+                    run_forward(role, rank)
+                    assert not is_sharded(role), "after a forward alone the root stays gathered"
+                else:
                     role.optimizer.step()
                     role.optimizer.zero_grad(set_to_none=True)
-            hand_over.enter(State.SYNC)
+            go(State.SYNC)
             rollout.sync(version)
             check(State.SYNC, None)
-            hand_over.enter(State.ROLLOUT)
+            go(State.ROLLOUT)
             rollout.engine.generate([[1, 2]], Sampling(max_tokens=2))
             check(State.ROLLOUT, None)
-        hand_over.enter(State.ASLEEP)
+        go(State.ASLEEP)
         check(State.ASLEEP, None)
         text = budget_text(rows, parks=parks)
     rollout.close()
     return wrong, text
 
 
-def run_backward(role: Role, rank: int) -> None:
-    from moesaic.data.shard import shard_batch
-
+def run_forward(role: Role, rank: int) -> None:
+    """And backward, where the role is trained."""
     batch = shard_batch(batch_of(rows_of(rank)[0], False), role.meshes)
-    role.model(**batch.model_inputs()).logits.square().mean().backward()
+    with torch.set_grad_enabled(role.optimizer is not None):
+        loss = role.model(**batch.model_inputs()).logits.square().mean()
+    if role.optimizer is not None:
+        loss.backward()
+
+
+def is_sharded(role: Role) -> bool:
+    return all(isinstance(param, DTensor) for param in role.model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ SHIPPED: Mapping[str, tuple[int, Mapping[str, object]]] = {
     "sft/qwen3_235b_a22b_hsdp_128gpu.yaml": (128, {"model_type": "qwen3_moe", "num_experts": 128}),
     "sft/qwen3_30b_a3b_8gpu.yaml": (8, {"model_type": "qwen3_moe", "num_experts": 128}),
     "sft/qwen3_30b_a3b_fsdp2_8gpu.yaml": (8, {"model_type": "qwen3_moe", "num_experts": 128}),
+    "sft/tiny.yaml": (2, TINY),
     "sft/qwen3_5_35b_a3b_fsdpturbo_16gpu.yaml": (
         16,
         {"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", "num_experts": 256}},

@@ -144,6 +144,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "n to 2",
     ),
     (
+        {**PURE, "distillation_config": {"mode": "forward_kl_topk"}, "algorithm": {"adv_estimator": "remax"}},
+        "algorithm.adv_estimator",
+        "no advantage is estimated",
+    ),
+    (
         {"algorithm": {"filter_groups": True}, "reward": {"functions": [], "model": "SCORER"}},
         "algorithm.filter_groups",
         "only a model",
@@ -183,6 +188,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "2048 positions",
     ),
     ({"micro_batch_tokens": 1000}, "micro_batch_tokens", "set 1024 or more"),
+    (
+        {
+            "rollout": {"val_sampling": {"max_tokens": 600, "temperature": 0}},
+            "eval_dataset": "d",
+            "micro_batch_tokens": 1100,
+            "reward": {"model": "SCORER"},
+        },
+        "rollout.val_sampling.max_tokens",
+        "set at most 588, or micro_batch_tokens: 1112 or more",
+    ),
     ({"cutoff_len": 4096}, "cutoff_len", "1024 is the longest"),
     # the engine
     ({"rollout": {"engine": "vllm"}}, "rollout.engine", "not yet"),

@@ -243,9 +243,10 @@ def _distillation_problems(recipe: Recipe) -> Iterable[Problem]:
         rule = "its advantages are the teacher's, and distillation_config.mode says of no teacher, or of a loss"
         remedy = "set distillation_config.mode: policy_gradient, or another estimator"
         yield Problem(field="algorithm.adv_estimator", value=estimator, rule=rule, remedy=remedy)
-    if mode == "forward_kl_topk" and not trains_on_rewards(recipe) and estimator == "gae":
-        rule = "without distillation_config.use_task_rewards no advantage is estimated, and a critic has nothing to do"
-        yield Problem(field="algorithm.adv_estimator", value="gae", rule=rule, remedy="remove it, or set that")
+    if mode == "forward_kl_topk" and not trains_on_rewards(recipe) and estimator in ("gae", "remax"):
+        has = "a critic has" if estimator == "gae" else "greedy completions have"
+        rule = f"without distillation_config.use_task_rewards no advantage is estimated, and {has} nothing to do"
+        yield Problem(field="algorithm.adv_estimator", value=estimator, rule=rule, remedy="remove it, or set that")
 
 
 def _warmup_problems(recipe: Recipe) -> Iterable[Problem]:

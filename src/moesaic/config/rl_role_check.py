@@ -84,6 +84,20 @@ def _length_problems(recipe: Recipe) -> Iterable[Problem]:
     yield from budget_problems(longest, "a trajectory", limit)
 
 
+def _scored_length_problems(case: Case) -> Iterable[Problem]:
+    """A reward model reads held-out trajectories as well, and those may be longer."""
+    recipe, val_sampling = case.recipe, case.recipe.rollout.val_sampling
+    budget = recipe.micro_batch_tokens
+    if recipe.stage != "rl" or recipe.reward.model is None or val_sampling is None or budget is None:
+        return
+    longest = recipe.rollout.max_prompt_length + val_sampling.max_tokens
+    if longest > budget:
+        rule = f"reward.model scores held-out trajectories too, of up to {longest} tokens, and there are "
+        rule += f"micro_batch_tokens: {budget}"
+        remedy = f"set at most {budget - recipe.rollout.max_prompt_length}, or micro_batch_tokens: {longest} or more"
+        yield Problem(field="rollout.val_sampling.max_tokens", value=val_sampling.max_tokens, rule=rule, remedy=remedy)
+
+
 def _role_file_problems(case: Case, role: RoleName) -> Iterable[Problem]:
     recipe = case.recipe
     if recipe.stage != "rl" or role not in active_roles(recipe) or role_recipe(recipe, role).model == recipe.model:
@@ -249,6 +263,13 @@ ROLE_CHECKS: tuple[Check, ...] = (
             *("rollout.max_prompt_length", "rollout.sampling.max_tokens"),
         ),
         find=_base_length_problems,
+    ),
+    Check(
+        needs=(
+            *("stage", "micro_batch_tokens", "reward.model"),
+            *("rollout.max_prompt_length", "rollout.val_sampling.*"),
+        ),
+        find=_scored_length_problems,
     ),
     *(check for role in _ALL_ROLES for check in _role_checks(role)),
     Check(

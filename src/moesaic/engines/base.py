@@ -130,6 +130,11 @@ class Receiving:
     wait: Callable[[float], None]
 
 
+class RanksApart(RuntimeError):
+    """One rank of several that generate together failed in the midst of it, and the others wait for it there: nothing
+    can be agreed with them any more. Only the end of this rank's process frees them."""
+
+
 class Engine(ABC):
     """A rollout engine: in this process, or elsewhere with this object as its client.
 
@@ -162,6 +167,7 @@ class Engine(ABC):
         Raises:
             EngineStateError: the engine is paused, asleep, broken or closed.
             ValueError: no prompt, or an empty one.
+            RanksApart: see there.
         """
         require_tokens(prompts)
         with self._changed:

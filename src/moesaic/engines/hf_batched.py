@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from moesaic.engines.base import Sampling
+from moesaic.engines.base import RanksApart, Sampling
 from moesaic.engines.routed import RoutedExperts
 from moesaic.engines.sampler import Draft, draw
+from moesaic.runtime import PeerFailed
 
 Pieces = dict[int, list[tuple[int, Tensor]]]
 """By ``id`` of a draft: (first position, routed experts from there on)."""
@@ -41,6 +42,9 @@ def generate_batched(
     Args:
         tp_group: ranks with the same drafts, that must draw the same tokens.
         max_batch_tokens: rows times the longest sequence that a batch may grow to; a batch has one row at least.
+
+    Raises:
+        RanksApart: with a ``group``, what this rank alone came to in a forward, e.g. that it has no memory left.
     """
     batches = list(cut_batches(drafts, max_batch_tokens))
     num_batches, num_steps = _largest([len(batches), max(each.max_tokens for each in drafts)], model.device, group)
@@ -96,14 +100,20 @@ def _run_batch(
     ids = torch.tensor([[0] * (longest - len(each.prompt)) + list(each.prompt) for each in rows], device=model.device)
     real = torch.tensor([[0] * (longest - len(each.prompt)) + [1] * len(each.prompt) for each in rows])
     chooser = _Draw(rows, sampling, recorder, longest, pieces, is_alone=group is None, tp_group=tp_group)
-    cast(Any, model).generate(
-        input_ids=ids,
-        attention_mask=real.to(model.device),
-        generation_config=config,
-        logits_processor=LogitsProcessorList([chooser]),
-        stopping_criteria=StoppingCriteriaList([_AllDone(rows, group, chooser)]),
-        synced_gpus=False,
-    )
+    criterion = _AllDone(rows, group, chooser)
+    try:
+        cast(Any, model).generate(
+            input_ids=ids,
+            attention_mask=real.to(model.device),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([chooser]),
+            stopping_criteria=StoppingCriteriaList([criterion]),
+            synced_gpus=False,
+        )
+    except Exception as error:
+        if group is None or criterion.have_all_failed:
+            raise
+        raise RanksApart(f"generate failed on one rank of several: {type(error).__name__}: {error}") from error
 
 
 class _Draw:
@@ -152,9 +162,14 @@ class _Draw:
 
 
 class _AllDone(StoppingCriteria):
-    """Every row of every rank is done: all ranks stop, or fail, after the same forward."""
+    """Every row of every rank is done: all ranks stop, or fail, after the same forward.
+
+    Attributes:
+        have_all_failed: an error was raised on all ranks.
+    """
 
     def __init__(self, rows: list[Draft], group: dist.ProcessGroup | None, chooser: _Draw) -> None:
+        self.have_all_failed = False
         self._rows, self._group, self._chooser = rows, group, chooser
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -164,7 +179,8 @@ class _AllDone(StoppingCriteria):
             num_open, num_failed = _largest([int(is_open), int(error is not None)], input_ids.device, self._group)
             is_open = num_open > 0
             if num_failed:
-                raise error or RuntimeError("generate failed on another rank; its own message says why")
+                self.have_all_failed = True
+                raise error or PeerFailed("generate failed on another rank; its own message says why")
         return torch.full((input_ids.size(0),), not is_open, device=input_ids.device)
 
 

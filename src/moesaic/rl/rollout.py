@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moesaic.config import Recipe
 from moesaic.config.rl_sections import SamplingConfig
-from moesaic.engines.base import Engine, Sampling
+from moesaic.engines.base import Engine, RanksApart, Sampling
 from moesaic.rl.environment import MakeEnvironment
 from moesaic.rl.groups import filter_groups
 from moesaic.rl.requests import (
@@ -38,6 +38,7 @@ from moesaic.rl.requests import (
 from moesaic.rl.rollout_engines import RolloutEngines, Seat
 from moesaic.rl.turns import TurnOptions, Turns
 from moesaic.rl.types import Prompt, Trajectory
+from moesaic.runtime import PeerFailed
 
 # What seeds are made of, beside the recipe's seed and the step: so that no two uses share noise.
 TRAINING, VALIDATION, BASELINE = range(3)
@@ -320,6 +321,8 @@ class Rollout:
         began = time.perf_counter()
         try:
             turns.run()
+        except RanksApart:
+            raise  # ranks of its replica are still in a forward, and come to no gather
         except BaseException as problem:  # returned, when all ranks have what there is
             error = problem
         is_first = self._seat.is_first
@@ -334,7 +337,7 @@ class Rollout:
         failed = self._merge(_gather(told), trajectories)
         self._counts.generated_tokens += _count_generated(trajectories) - num_before
         if error is None and failed:
-            error = RuntimeError(f"the rollout failed on {'; '.join(failed)}")
+            error = PeerFailed(f"the rollout failed on {'; '.join(failed)}")
         return split_groups(trajectories), error
 
     def _merge(self, told: Sequence[_Told], trajectories: list[Trajectory]) -> list[str]:

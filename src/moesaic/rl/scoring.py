@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moesaic.rl.rewards import Reward, RewardFunctions
 from moesaic.rl.types import Trajectory
+from moesaic.runtime import PeerFailed
 
 
 class Scorer:
@@ -46,7 +47,7 @@ class Scorer:
             raise error
         failed = [f"rank {number}: {text}" for number, (_, text) in enumerate(gathered) if text is not None]
         if failed:
-            raise RuntimeError(f"scoring failed on {'; '.join(failed)}")
+            raise PeerFailed(f"scoring failed on {'; '.join(failed)}")
         scored: list[Reward] = [
             gathered[place % world_size][0][place // world_size] for place in range(len(trajectories))
         ]

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from moesaic.engines.base import Completion, Engine, Sampling
+from moesaic.engines.base import Completion, Engine, RanksApart, Sampling
 from moesaic.rl.environment import Environment, MakeEnvironment, encode_observation
 from moesaic.rl.requests import add_completion, add_observation, is_finished, request_seed
 from moesaic.rl.rollout_engines import Seat
 from moesaic.rl.types import Trajectory
-from moesaic.runtime import current_device
+from moesaic.runtime import PeerFailed, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +111,20 @@ class Turns:
 
         Raises:
             whatever an engine raises; RuntimeError where it did so on another rank of the group. ``trajectories`` then
-            has what there is.
+            has what there is. After RanksApart nothing is agreed any more.
         """
         error: BaseException | None = None
         for number in count():
             open_lines = [line for line in self._lines.values() if line.is_open]
             num_open, num_failed = self._largest(len(open_lines), int(error is not None))
             if num_failed:
-                raise error or RuntimeError("the rollout failed on another rank; its own message says why.")
+                raise error or PeerFailed("the rollout failed on another rank; its own message says why.")
             if not num_open:
                 return
             try:
                 self._call(open_lines, number)
+            except RanksApart:
+                raise  # the others can't be told
             except BaseException as problem:  # raised above, when the other ranks of the group know of it
                 error = problem
 
@@ -193,7 +195,7 @@ class Turns:
             if not step.is_done and self._has_turn_left(trajectory):
                 assert step.observation is not None, "Step has said so"
                 said = encode_observation(trajectory.prompt, tokens, step.observation, options.tokenizer)
-        except Exception:
+        except (Exception, SystemExit):  # whatever it does: the other ranks of the replica wait for an answer
             logger.warning(
                 "the environment of prompt %d failed in turn %d; its trajectory ends there",
                 trajectory.prompt.number,

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moesaic.runtime import PeerFailed
+
 # What torch.compile and a checkpoint wrapper put into the names of the modules that they wrap.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
@@ -57,13 +59,13 @@ def raise_together(error: Exception | None, mesh: DeviceMesh | None, what: str, 
         step: what all ranks must be at, a number below 2**62.
 
     Raises:
-        the rank's own ``error``; RuntimeError on ranks without one, where another rank has one; RuntimeError on all
-        where their steps differ.
+        the rank's own ``error``; PeerFailed (a RuntimeError) on ranks without one, where another rank has one;
+        RuntimeError on all where their steps differ.
     """
     if mesh is not None:
         is_failed, is_in_step = _compare(error is not None, step, mesh)
         if error is None and is_failed:
-            raise RuntimeError(f"{what} failed on another rank; its own message says why.")
+            raise PeerFailed(f"{what} failed on another rank; its own message says why.")
         if error is None and not is_in_step:
             raise RuntimeError(
                 f"{what}: the ranks aren't in step. All of them must do the same, with equal arguments, in one order."
