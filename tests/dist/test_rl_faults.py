@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,17 +181,30 @@ def write_recipe(folder: Path, recipe: Recipe) -> Path:
     return path
 
 
-def train(path: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "moesaic.cli", "train", str(path), "--nproc", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+Train = Callable[[Path], subprocess.Popen[str]]
+# A shell's background jobs ignore Ctrl-C, and so would what they start.
+MAIN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from moesaic.cli import main; main()"
 
 
-def test_functions_that_fail_are_counted_and_stop_nothing(source: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def train() -> Iterator[Train]:
+    """``moesaic train`` of a recipe's file in two processes; ended with the test."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(path: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", MAIN, "train", str(path), "--nproc", "2"]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()  # its ranks end with it
+        process.communicate()
+
+
+def test_functions_that_fail_are_counted_and_stop_nothing(train: Train, source: Path, tmp_path: Path) -> None:
     """Two processes, as a user starts them. One function raises always; one hangs for odd answers."""
     names = [f"{source}/functions.py:{name}" for name in ("raises", "hangs", "ids")]
     reward = {"functions": names, "weights": [1.0, 2.0, 1.0], "timeout_s": 0.3}
@@ -228,7 +241,7 @@ def score(data_source, solution_str, ground_truth):
 
 
 @pytest.mark.slow
-def test_the_failing_rank_is_the_one_that_is_shown(source: Path, tmp_path: Path) -> None:
+def test_the_failing_rank_is_the_one_that_is_shown(train: Train, source: Path, tmp_path: Path) -> None:
     """Though the other rank, which is told of it, is done sooner."""
     (tmp_path / "poison.py").write_text(POISON)
     reward = {"functions": [f"{tmp_path}/poison.py:score"]}
@@ -240,7 +253,7 @@ def test_the_failing_rank_is_the_one_that_is_shown(source: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_nothing_behind(source: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing_behind(train: Train, source: Path, tmp_path: Path) -> None:
     process = train(write_recipe(tmp_path, recipe_of(source, tmp_path / "out", 2, max_steps=10_000, save_steps=10_000)))
     assert process.stdout is not None
     while "step 2/10000" not in (line := process.stdout.readline()):

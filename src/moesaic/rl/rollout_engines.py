@@ -18,6 +18,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from moesaic.train.setup import DTYPES
 # For a message, of 16 MiB at most: seconds on a slow net. A lost rank isn't waited for longer.
 TRANSFER_TIMEOUT_S = 300.0
 LOCAL_HOST = "127.0.0.1"
+PARKED = "parked"
+"""Folder of a run in which roles and engines park what isn't in memory, where that is on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,13 @@ def _build_hf(recipe: Recipe, actor: Role) -> tuple[Engine, Seat]:
         ep_mesh=None if meshes is None else meshes.expert["ep"],
         attn_implementation=recipe.attn_implementation,
     )
-    engine = HfEngine(model, meshes=meshes, tp_mesh=tp_mesh, max_batch_tokens=rollout.max_batch_tokens)
+    engine = HfEngine(
+        model,
+        meshes=meshes,
+        tp_mesh=tp_mesh,
+        max_batch_tokens=rollout.max_batch_tokens,
+        parking_folder=Path(recipe.output_dir) / PARKED,
+    )
     if tp_mesh is None:
         group = None if meshes is None else dist.group.WORLD
         return engine, Seat(replica=rank, num_replicas=world_size, group=group)

@@ -24,7 +24,7 @@ from moesaic.rl.prompts import PromptOrder, PromptSet, build_prompts
 from moesaic.rl.rewards import RewardFunctions
 from moesaic.rl.roles import Role, Roles, build_roles
 from moesaic.rl.rollout import Rollout
-from moesaic.rl.rollout_engines import RolloutEngines, build_rollout
+from moesaic.rl.rollout_engines import PARKED, RolloutEngines, build_rollout
 from moesaic.rl.scoring import Scorer
 from moesaic.rl.state import RlState, load_rl_checkpoint, save_rl_checkpoint
 from moesaic.rl.types import Prompt
@@ -34,7 +34,6 @@ from moesaic.train.router import build_router_training
 from moesaic.train.setup import agree_on_checkpoint, join, router_options, save_kernel_facts, save_run_facts
 from moesaic.weights.family import require_known_layout
 
-SCRATCH = "parked"
 BUDGET = "memory.txt"
 
 
@@ -112,7 +111,7 @@ def build_rl_run(recipe: Recipe, reward_fns: Sequence[Callable[..., Any]] = ()) 
     prompts = PromptOrder(prompt_sets[0].prompts, global_batch_size=global_batch_size(recipe), seed=recipe.seed)
     functions = _build_functions(recipe, reward_fns, prompt_sets)
     num_steps = recipe.max_steps or recipe.num_train_epochs * prompts.num_steps_per_epoch
-    tier = build_tier(device_type(), Path(recipe.output_dir) / SCRATCH)
+    tier = build_tier(device_type(), Path(recipe.output_dir) / PARKED)
     hand_over = HandOver(tier=tier, parks=recipe.park_idle_roles, sleeps=recipe.rollout.free_cache_engine)
     try:
         roles = build_roles(recipe, num_steps=num_steps, when_built=hand_over.add)
