@@ -256,7 +256,7 @@ def test_the_failing_rank_is_the_one_that_is_shown(train: Train, source: Path, t
 def test_ctrl_c_leaves_nothing_behind(train: Train, source: Path, tmp_path: Path) -> None:
     process = train(write_recipe(tmp_path, recipe_of(source, tmp_path / "out", 2, max_steps=10_000, save_steps=10_000)))
     assert process.stdout is not None
-    while "step 2/10000" not in (line := process.stdout.readline()):
+    while " 2/10000" not in (line := process.stdout.readline()):
         assert line, "the run ended by itself"
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
