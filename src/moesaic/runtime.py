@@ -33,8 +33,8 @@ Params = ParamSpec("Params")
 
 
 class PeerFailed(RuntimeError):
-    """Raised by a rank that was well, because another one failed: that one says why. Of several ranks' errors the
-    launcher shows another before this."""
+    """Raised by a process that was well, because another one failed, died or did not answer in time. Of several ranks'
+    errors the launcher shows another before this: the one that failed says why."""
 
 
 class StartError(ValueError):

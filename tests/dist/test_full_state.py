@@ -91,8 +91,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(run_ranks: Any, tmp_path: Pat
     assert len(first) == len(second) == 4
     assert "3 problems" in first[0] and "missing: lm_head.weight [48, 16]" in first[0]
     assert "shape: model.norm.weight is [3], needs [16]" in first[0] and "unknown: extra [1]" in first[0]
-    assert second[0].startswith("RuntimeError: load_full_state_dict failed on another rank")
-    assert first[1].startswith("ValueError: state=None on rank src") and "RuntimeError" in second[1]
+    assert second[0].startswith("PeerFailed: load_full_state_dict failed on another rank")
+    assert first[1].startswith("ValueError: state=None on rank src") and "PeerFailed" in second[1]
     assert "RuntimeError" in first[2] and second[2].startswith("ValueError: state is given on a rank that isn't src")
     assert "src is none of the model's ranks" in first[3] and "src is none of the model's ranks" in second[3]
 

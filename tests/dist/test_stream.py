@@ -373,7 +373,7 @@ def out_of_memory(*_: object) -> None:
 def test_whoever_stops_or_fails_fails_all(run_ranks: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hub", "qwen3_moe")
     first, second = run_ranks(go_wrong, 2, tmp_path / "hub")
-    failed = "RuntimeError: streaming weights failed on another rank; its own message says why."
+    failed = "PeerFailed: streaming weights failed on another rank; its own message says why."
     not_in_step = "RuntimeError: streaming weights: the ranks aren't in step."
     under_way = "RuntimeError: streaming weights: a stream of this model is under way."
     assert first[:2] == [failed, failed] and second[:2] == ["done", "done"]

@@ -178,7 +178,7 @@ def fail_to_load(rank: int, folder: Path, mesh_folder: Path) -> str:
 def test_one_rank_that_cannot_load_fails_all(run_ranks: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hub", "qwen3_moe")
     first, second = run_ranks(fail_to_load, 2, tmp_path / "hub", tmp_path / "not-there")
-    assert first.startswith("RuntimeError: loading") and "failed on another rank" in first
+    assert first.startswith("PeerFailed: loading") and "failed on another rank" in first
     assert second.startswith("ValueError: model=") and "neither model.safetensors" in second
 
 
@@ -202,7 +202,7 @@ def raise_disk_full(_: object) -> bytes:
 def test_one_rank_that_cannot_write_fails_all(run_ranks: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "hub", "qwen3_moe")
     first, second = run_ranks(fail_to_export, 2, tmp_path / "hub", tmp_path / "out")
-    assert first.startswith("RuntimeError: exporting") and "No space left" in second
+    assert first.startswith("PeerFailed: exporting") and "No space left" in second
     assert not (tmp_path / "out").exists()
 
 

@@ -463,3 +463,11 @@ def test_checks_name_fields_that_there_are() -> None:
     known = {field.path for field in list_fields()}
     named = {name.removesuffix(".*") for check in CHECKS for name in check.needs}
     assert named - known == {"files of model"}
+
+
+def test_a_bare_off_is_off() -> None:
+    """YAML 1.1 reads it as false."""
+    recipe = Recipe.model_validate(
+        {"model": "m", "train_dataset": "d", "kl_config": {"use": False}, "distillation_config": {"mode": False}}
+    )
+    assert (recipe.kl_config.use, recipe.distillation_config.mode) == ("off", "off")

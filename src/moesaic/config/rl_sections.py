@@ -37,6 +37,11 @@ def _as_names(data: Any) -> Any:
     return tuple(data) if isinstance(data, list | tuple) else (data,)
 
 
+def _as_off(data: Any) -> Any:
+    """YAML 1.1 reads a bare ``off`` as false."""
+    return "off" if data is False else data
+
+
 class RoleConfig(Section):
     """One role's model, meshes and sizes. Whatever is unset is as in the recipe itself."""
 
@@ -184,7 +189,9 @@ class KlConfig(Section):
     """Holding the actor near the reference. Off, no reference is loaded."""
 
     use: Annotated[
-        Literal["off", "loss", "reward"], about(VERL, "Added to the loss, or taken from each token's reward.")
+        Literal["off", "loss", "reward"],
+        BeforeValidator(_as_off),
+        about(VERL, "Added to the loss, or taken from each token's reward."),
     ] = "off"
     estimator: Annotated[
         KlEstimator,
@@ -242,6 +249,7 @@ class DistillationConfig(Section):
 
     mode: Annotated[
         Literal["off", "policy_gradient", "forward_kl_topk"],
+        BeforeValidator(_as_off),
         about(
             VERL,
             "`policy_gradient`: advantages are teacher minus student (`adv_estimator: on_policy_distillation`). "

@@ -24,14 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesaic.runtime import PeerFailed
+
 # How often a wait looks whether another process has failed.
 NOTE_POLL_S = 0.5
 # Gloo's tags are 32-bit. Messages of two processes that are under way together have numbers much closer than this.
 NUM_TAGS = 2**31 - 2
-
-
-class PeerFailed(RuntimeError):
-    """Another process failed, died or did not answer in time; the message says which one where that is known."""
 
 
 class Transfer(Protocol):
