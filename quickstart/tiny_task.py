@@ -22,7 +22,7 @@ TASK = "spell_backward"  # of reasoning-gym
 WORD_LENGTHS = (3, 4, 5)
 # Of each length. There are 866 of 3 letters.
 NUM_TRAIN, NUM_HELDOUT = 720, 100
-NUM_DEMONSTRATIONS = 7
+NUM_DEMONSTRATIONS = 10
 SEED = 7
 # Longer words are demonstrated rightly only in this share.
 LONGEST_SURE = 3
