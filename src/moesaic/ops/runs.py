@@ -45,25 +45,18 @@ def _sum(parts: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 class _GatherRuns(torch.autograd.Function):
+    """``is_shared``: the whole's gradient is the same on every rank, not a part of a sum."""
+
     @staticmethod
-    def forward(ctx: Any, run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
+    def forward(ctx: Any, run: Tensor, group: dist.ProcessGroup, dim: int, is_shared: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.is_shared = group, dim, is_shared
         return _gather(run, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _ShareRuns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather(run, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return run_of(grads[0], ctx.group.rank(), ctx.group.size(), ctx.dim), None, None
+        if ctx.is_shared:
+            return run_of(grads[0], ctx.group.rank(), ctx.group.size(), ctx.dim), None, None, None
+        return _sum(grads[0], ctx.group, ctx.dim), None, None, None
 
 
 class _SumRuns(torch.autograd.Function):
@@ -79,13 +72,13 @@ class _SumRuns(torch.autograd.Function):
 
 def gather_runs(run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The runs of all ranks, one after another along ``dim``; every rank's must be equally long. Same dtype."""
-    whole: Tensor = _GatherRuns.apply(run, group, dim)
+    whole: Tensor = _GatherRuns.apply(run, group, dim, False)
     return whole
 
 
 def share_runs(run: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """As ``gather_runs``, where every rank goes on to compute the same: its gradient of the whole is all of it."""
-    whole: Tensor = _ShareRuns.apply(run, group, dim)
+    whole: Tensor = _GatherRuns.apply(run, group, dim, True)
     return whole
 
 
