@@ -55,7 +55,13 @@ CELLS = {
             "kl_config": {"use": "reward", "estimator": "k1", "coef": 0.1, "target": 0.01, "horizon": 50},
             "critic": {"learning_rate": 0.02},
         },
-        split={**EP, "critic": {"learning_rate": 0.02, "dist": "fsdp2"}, "ref": {"ep_size": 4}},
+        # Each role on meshes of its own: ep 2 x efsdp 2, fsdp 4, ep 4, tp 2.
+        split={
+            **EP,
+            "critic": {"learning_rate": 0.02, "dist": "fsdp2"},
+            "ref": {"ep_size": 4},
+            "rollout": {"tp_size": 2},
+        },
         expects=("critic/vf_loss", "critic/grad_norm", "actor/entropy", "actor/ppo_kl"),
     ),
     "grpo": Cell(

@@ -7,6 +7,8 @@ is written down here (docs/rl.md), the difference itself is tested: what theirs 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -439,38 +441,60 @@ def test_groups_are_filtered_as_in_verl(case: Case) -> None:
 # -- updates -----------------------------------------------------------------------------------------------------------
 
 
-def updates_of(case: Case) -> tuple[Tensor, Tensor]:
-    """Losses of all updates and the last weights, of the one matrix that ``tools/verl_updates.py`` trains."""
+Loss = Callable[[Tensor, Case], Tensor]
+
+
+def updates_of(case: Case, loss_of: Loss) -> tuple[Tensor, Tensor]:
+    """Losses of all updates and the last weights, of the one matrix that ``tools/verl_updates.py`` trains.
+
+    ``loss_of`` takes ``features @ weights`` [B, T, V] of a mini-batch, and the mini-batch.
+    """
     options, inputs = case.options, case.inputs
     weights = inputs["weights"].clone().requires_grad_()
     optimizer = torch.optim.SGD([weights], lr=options["learning_rate"], momentum=options["momentum"])
-    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, **options}
     losses = []
     for _ in range(options["ppo_epochs"]):
         for rows in torch.arange(len(inputs["mask"])).split(options["mini_batch_size"]):
-            batch = {name: table[rows] for name, table in inputs.items() if name != "weights"}
-            mini = Case(kind="", name="", options=settings, inputs=batch)
-            logits = batch["features"] @ weights
-            logprobs = token_logprobs(logits, batch["tokens"])
-            found = policy_loss(options["loss_mode"], terms_of(mini, logprobs), algorithm_of(mini))
-            loss = aggregated(found, mini)
-            of_tokens = aggregation_weights(
-                batch["mask"].bool(), options["loss_agg_mode"], scale_factor=options.get("loss_scale_factor")
-            )
-            if options.get("use_kl_loss"):
-                kl = kl_penalty(logprobs, batch["ref_logprobs"], options["kl_loss_type"], batch["mask"])
-                loss = loss + options["kl_loss_coef"] * (kl * of_tokens).sum()
-            loss = loss - options.get("entropy_coeff", 0.0) * (token_entropy(logits) * of_tokens).sum()
+            batch = {name: table[rows] for name, table in inputs.items() if name not in ("weights", "rollout_weights")}
+            if "rollout_weights" in inputs:
+                batch["weights"] = inputs["rollout_weights"][rows]
+            loss = loss_of(batch["features"] @ weights, Case(kind="", name="", options=options, inputs=batch))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
+    assert len(losses) == 4
     return torch.stack(losses), weights.detach()
 
 
-@pytest.mark.parametrize("case", cases(VERL, "updates"))
+def loss_of_policy(logits: Tensor, mini: Case) -> Tensor:
+    """With verl's defaults for what the case doesn't set."""
+    options, batch = mini.options, mini.inputs
+    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, **options}
+    logprobs = token_logprobs(logits, batch["tokens"])
+    algorithm = algorithm_of(replace(mini, options=settings))
+    loss = aggregated(policy_loss(options["loss_mode"], terms_of(mini, logprobs), algorithm), mini)
+    of_tokens = aggregation_weights(
+        batch["mask"].bool(), options["loss_agg_mode"], scale_factor=options.get("loss_scale_factor")
+    )
+    if options.get("use_kl_loss"):
+        kl = kl_penalty(logprobs, batch["ref_logprobs"], options["kl_loss_type"], batch["mask"])
+        loss = loss + options["kl_loss_coef"] * (kl * of_tokens).sum()
+    return loss - options.get("entropy_coeff", 0.0) * (token_entropy(logits) * of_tokens).sum()
+
+
+def loss_of_values(logits: Tensor, mini: Case) -> Tensor:
+    values, old_values, returns = logits[..., 0], mini.inputs["old_values"], mini.inputs["returns"]
+    found = value_loss(values, old_values, returns, mini.inputs["mask"], cliprange=mini.options["cliprange_value"])
+    return aggregated(found, mini)
+
+
+@pytest.mark.parametrize("case", [*cases(VERL, "updates"), *cases(VERL, "value_updates")])
 def test_two_epochs_of_two_mini_batches_are_verls(case: Case) -> None:
-    losses, weights = updates_of(case)
-    assert len(losses) == 4
+    losses, weights = updates_of(case, loss_of_policy if case.kind == "updates" else loss_of_values)
     assert_equal(losses, case.outputs["losses"], "losses")
     assert_equal(weights, case.outputs["weights"], "weights")
+
+
+def test_every_policy_loss_has_updates() -> None:
+    assert {case.options["loss_mode"] for case in VERL.of_kind("updates").values()} == POLICY_LOSSES.keys()
