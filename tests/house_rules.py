@@ -68,6 +68,9 @@ ALLOWED_NAMED_GETATTR = {
     "weights/source.py",
     "weights/stream.py",
 }
+# Who may take memory from tensors, for nobody may read them while it is away: rl/memory.py the roles' parameters,
+# gradients and optimizer state, engines/hf_weights.py a sleeping engine's weights.
+ALLOWED_PARKING = {"ops/parking.py", "rl/memory.py", "engines/hf_weights.py"}
 
 MUTABLE_BUILDERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "bytearray"}
 MUTATING_METHODS = {
@@ -237,6 +240,16 @@ def shard_isinstance(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: isinstance(..., Shard) misses _StridedShard; ask ops.placements.shard_dim"
 
 
+def parking(path: str, tree: ast.Module) -> Iterator[str]:
+    """Parameters, gradients and optimizer state are moved on and off the device by one file."""
+    if path in ALLOWED_PARKING:
+        return
+    imported = [found.line for found in imports_of(tree) if found.name == "Parking"]
+    named = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "Parking"]
+    for line in (*imported, *named):
+        yield f"{line}: takes memory from tensors; rl/memory.py does that, in turns that all ranks know of"
+
+
 def named_attributes(path: str, tree: ast.Module) -> Iterator[str]:
     """No hasattr/getattr by a constant name outside specs/, nor a look into an object's ``__dict__``: types say what is
     there."""
@@ -396,6 +409,7 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     host_reads,
     silent_excepts,
     shard_isinstance,
+    parking,
     named_attributes,
     device_names,
     environment,
