@@ -72,7 +72,8 @@ def skip_one(rank: int, folder: Path) -> tuple[dict[str, float], float, bool]:
     experience, mask_BT = build_experience(role)
     rows = rows_of_update(role, experience, 1)
     spoilt = experience.columns["advantages"].clone()
-    spoilt[rows] = torch.where(mask_BT[rows], float("inf"), spoilt[rows])
+    (row,) = (row for row in rows if mask_BT[row].sum() == 1)  # one token, which one rank has
+    spoilt[row] = torch.where(mask_BT[row], float("inf"), spoilt[row])
     metrics = update_actor(role, experience.with_columns(advantages=spoilt), mask_BT)
     found = weights_of(role)
 
@@ -113,6 +114,45 @@ def test_all_updates_may_be_skipped(run_ranks: RunRanks, reference_root: Path) -
         assert metrics == {"actor/lr": 0.1, "actor/num_skipped": 1.0} and is_unmoved and lr == 0.1
 
 
+def count_updates(rank: int, folder: Path) -> tuple[dict[str, float], float]:
+    """Metrics of three updates, and the mean of their mean entropies: a column, which no update changes."""
+    role, _ = build_actor(folder, ppo_mini_batch_size=1)
+    experience, mask_BT = build_experience(role)
+    entropy_BT = experience.columns["entropy"]
+    chosen = [rows_of_update(role, experience, number) for number in range(3)]
+    means = [entropy_BT[rows][mask_BT[rows]].mean().item() for rows in chosen]
+    return update_actor(role, experience, mask_BT), sum(means) / len(means)
+
+
+def test_metrics_are_means_over_updates(run_ranks: RunRanks, reference_root: Path) -> None:
+    folder = load_reference(Case(), reference_root).folder
+    for metrics, expected in run_ranks(count_updates, 2, folder):
+        assert metrics["actor/entropy"] == pytest.approx(expected, rel=1e-6)
+
+
+def modes(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
+    """Whether the model was in training mode: in forwards of a table and of an update, and after each."""
+    role, _ = build_actor(folder, micro_batch_tokens=128)
+    experience, mask_BT = draw_experience(0)
+    heard: list[bool] = []
+    role.model.register_forward_pre_hook(lambda module, _: heard.append(module.training))
+    after = []
+    for was_training in (True, False):
+        role.model.train(was_training)
+        columns = compute_columns(role, experience, ("logprobs",))
+        after.append(role.model.training)
+    experience = experience.with_columns(old_logprobs=columns["logprobs"], advantages=torch.ones(mask_BT.shape))
+    update_actor(role, experience, mask_BT)
+    return heard, after
+
+
+def test_tables_are_made_in_evaluation_mode_and_updates_in_training_mode(
+    run_ranks: RunRanks, reference_root: Path
+) -> None:
+    folder = load_reference(Case(), reference_root).folder
+    assert run_ranks(modes, 1, folder) == [([False, False, True], [True, False])]
+
+
 def first_ratio(rank: int, folder: Path) -> dict[str, float]:
     role, _ = build_actor(folder)
     experience, mask_BT = build_experience(role)
@@ -137,9 +177,13 @@ def train_routers(rank: int, folder: Path, coefficient: float) -> tuple[float, T
 
 
 def test_routers_are_trained_beside_the_policy(run_ranks: RunRanks, reference_root: Path) -> None:
+    """By one loss of the whole update, however it is cut: into four micro-batches of one rank, or two of two."""
     folder = load_reference(Case(), reference_root).folder
     without, beside = (run_ranks(train_routers, 2, folder, coefficient)[0] for coefficient in (0.0, 1.0))
     assert beside[0] > 1 and not torch.equal(without[1], beside[1])
+    alone = run_ranks(train_routers, 1, folder, 1.0)[0]
+    assert beside[0] == pytest.approx(alone[0], rel=1e-6)
+    torch.testing.assert_close(beside[1], alone[1], rtol=0, atol=1e-5 * alone[1].abs().max().item())
 
 
 def missing_columns(rank: int, folder: Path) -> str:

@@ -14,7 +14,9 @@ from moesaic.config.parallel import ParallelSizes
 from moesaic.config.recipe import Recipe
 from moesaic.data.batch import IGNORE_INDEX, Batch, find_loss_positions
 from moesaic.data.shard import shard_batch
+from moesaic.rl.aggregation import masked_sequence_mean
 from moesaic.rl.batches import build_batch, cut_rows, mini_batches, num_tokens
+from moesaic.rl.tokens import Tables, flat
 from moesaic.rl.types import Experience, Prompt, Trajectory
 
 PADDED = Recipe(model="any", train_dataset=(), micro_batch_size=2)
@@ -192,6 +194,30 @@ def test_places_are_cut_as_labels_are(recipe: Recipe) -> None:
     for part in parts:
         assert part.kept_places.shape == part.kept_labels.shape
         assert torch.equal(part.kept_places >= 0, part.kept_labels != IGNORE_INDEX)
+
+
+def test_means_over_trajectories_have_the_same_bits_however_rows_are_cut() -> None:
+    """And so on a device that adds in no set order."""
+    stream = random.Random(0)
+    experience = Experience.of([trajectory([1], [1] * stream.randint(20, 90), index=index) for index in range(9)])
+    generator = torch.Generator().manual_seed(0)
+    mask_BT = experience.mask_BT & (torch.rand(experience.mask_BT.shape, generator=generator) < 0.8)
+    values_BT = torch.randn(mask_BT.shape, generator=generator)
+    expected = flat(masked_sequence_mean(mask_BT)(values_BT))
+    tables = Tables(
+        columns={"values": flat(values_BT)},
+        mask=flat(mask_BT),
+        counts=flat(mask_BT.sum(dim=1)),
+        num_tokens=experience.num_tokens,
+        cp_group=None,
+        topk=None,
+    )
+    for recipe in (PADDED, Recipe(model="any", train_dataset=(), micro_batch_tokens=256)):
+        for row in itertools.chain(*cut_rows(experience, range(9), ONE_RANK, recipe)):
+            batch = build_batch(experience, row, ONE_RANK, recipe)
+            tokens, places = tables.at(torch.zeros(()), batch)
+            found = tokens.sequence_mean(tokens.columns["values"])
+            assert torch.equal(found[tokens.mask], expected[places][tokens.mask])
 
 
 def test_batches_without_places() -> None:

@@ -17,6 +17,7 @@ from moesaic.rl.learn import Learned, Learner
 from moesaic.rl.rewards import Reward
 from moesaic.rl.roles import Role, Roles
 from moesaic.rl.types import Experience, Prompt, Trajectory
+from moesaic.train.router import RouterTraining
 
 # Two groups of two. The third trajectory's environment wrote its second token.
 LENGTHS = (3, 1, 4, 2)
@@ -56,6 +57,7 @@ COLUMNS = {
     ("critic", "values"): 0.125,
 }
 TEMPERATURE = 0.5
+ROUTER = "the actor's"
 
 
 class Stage:
@@ -75,7 +77,7 @@ class Stage:
             recipe=recipe,
             roles=Roles(**{name: cast(Role, name) for name in ("actor", *roles)}),
             kl=KlController(recipe.kl_config),
-            router=None,
+            router=cast(RouterTraining, ROUTER),
             at_work=self.at_work,
         )
 
@@ -204,7 +206,8 @@ def test_what_is_rejected_is_not_trained_on_and_its_reward_counts(stage: Any) ->
 def test_in_bypass_the_engines_log_probabilities_are_the_old_ones(stage: Any) -> None:
     made = stage(correction_config={"bypass_mode": True})
     made.learn()
-    experience, mask_BT, _ = made.updates["actor"]
+    experience, mask_BT, options = made.updates["actor"]
+    assert options == {"topk": None, "router": ROUTER}
     assert torch.equal(experience.columns["old_logprobs"], experience.columns["rollout_logprobs"])
     assert torch.equal(mask_BT, MASK_BT) and "rollout_weights" not in experience.columns
     assert made.turns == ["update_actor"] and not made.asked
@@ -220,6 +223,16 @@ def test_only_the_critic_learns_at_first(stage: Any) -> None:
     # gamma and lam are 1: a return is the reward, through the environment's token as well.
     torch.testing.assert_close(experience.columns["returns"], on_tokens(REWARDS))
     assert ("critic", ("values",), 1.0) in made.asked
+
+
+def test_what_comes_later_is_discounted(stage: Any) -> None:
+    made = stage("critic", algorithm={"adv_estimator": "gae", "gamma": 0.5, "lam": 0.0})
+    made.learn()
+    # Without a decay a return is the next value, discounted, and at the last token the reward.
+    expected_BT = on_tokens([0.5 * COLUMNS["critic", "values"]] * 4)
+    for row, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
+        expected_BT[row, length - 1] = reward
+    torch.testing.assert_close(made.updates["critic"][0].columns["returns"], expected_BT)
 
 
 def test_a_teachers_advantages_are_its_own(stage: Any) -> None:

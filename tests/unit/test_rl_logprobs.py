@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.parallel.tensor import VocabularyShard
-from moesaic.rl import logprobs as module
 from moesaic.rl.logprobs import logprobs_at, token_entropy, token_logprobs, topk_logprobs
+from moesaic.train import losses as module
 
 NUM_COLUMNS = 50
 SHAPE = (2, 9)
@@ -106,6 +108,42 @@ def test_only_the_logits_are_kept(read_off: Callable[[Tensor], Tensor]) -> None:
     assert large[0].untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
     result.sum().backward()
     assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in fp32 that one operation gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dtype == torch.float32:
+            self.numbers = max(self.numbers, found.numel())
+        return found
+
+
+@pytest.mark.parametrize(
+    "read_off",
+    [
+        lambda logits, ids: token_logprobs(logits, ids[..., 0]),
+        lambda logits, _: token_entropy(logits),
+        logprobs_at,
+        lambda logits, _: topk_logprobs(logits, K)[0],
+    ],
+    ids=["logprobs", "entropy", "at", "topk"],
+)
+def test_no_softmax_is_there_whole(
+    read_off: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in forward nor in backward: two rows at a time."""
+    monkeypatch.setattr(module, "CHUNK_NUMBERS", 2 * NUM_COLUMNS)
+    logits, _, ids, _ = draw()
+    logits = logits.bfloat16().requires_grad_()
+    with Largest() as largest:
+        found = read_off(logits, ids)
+        if found.requires_grad:
+            found.sum().backward()
+    assert 0 < largest.numbers <= 2 * NUM_COLUMNS < logits.numel()
 
 
 def test_impossible_tokens_have_no_entropy_and_no_gradient() -> None:

@@ -1,16 +1,15 @@
 """Value models: a family's causal language model whose head has one column, a number for each token.
 
 The rest of the class stays as it is, and with it everything that knows the class: positions at which logits are kept,
-experts' seam, tensor and context parallelism. The head is tied to nothing, and what a family does to logits behind its
-head (a cap, a scale) is switched off.
+experts' seam, tensor and context parallelism. The head is tied to nothing. What a family does to logits behind its head
+(a cap, a scale) is not done to values: a hook gives the head's own output in the place of the model's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from moesaic.model.build import build_on_meta, find_config
 
-# Fields of configs that say what is done to logits, with what leaves them as they are.
-LOGIT_FIELDS: Mapping[str, float | None] = MappingProxyType(
-    {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
-)
+# The field of configs by which hidden states are divided for the head; classifiers don't.
+HIDDEN_SCALE = "logits_mup_width_multiplier"
 
 
 class ValueHead(nn.Linear):
@@ -55,6 +52,7 @@ def build_value_model_on_meta(
     value_head = ValueHead(head.in_features, 1, bias=has_bias, device="meta", dtype=head.weight.dtype)
     model.set_output_embeddings(value_head)
     assert value_head_name(model) == name
+    _give_as_logits(model, value_head)
     return model
 
 
@@ -63,9 +61,22 @@ def value_head_name(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if isinstance(module, ValueHead)), None)
 
 
+def _give_as_logits(model: PreTrainedModel, head: ValueHead) -> None:
+    """The model's logits are what the head gave, untouched."""
+    given: list[Tensor] = []
+
+    def keep(_head: nn.Module, _args: Any, values: Tensor) -> None:
+        given[:] = [values]
+
+    def give(_model: nn.Module, _args: Any, output: Any) -> Any:
+        output.logits = given.pop()
+        return output
+
+    head.register_forward_hook(keep)
+    model.register_forward_hook(give)
+
+
 def _neutralize(config: PreTrainedConfig) -> None:
-    fields = config.to_dict()
     config.tie_word_embeddings = False
-    for name, neutral in LOGIT_FIELDS.items():
-        if fields.get(name) is not None:
-            setattr(config, name, neutral)
+    if HIDDEN_SCALE in config.to_dict():
+        setattr(config, HIDDEN_SCALE, 1.0)

@@ -10,7 +10,6 @@ Shape suffixes: N tokens, V vocabulary (or a rank's columns of it), K ids of a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.parallel.tensor import VocabularyShard
-from moesaic.train.losses import log_probabilities, log_sum_over_ranks, scaled, token_losses
-
-CHUNK_NUMBERS = 2**24
-"""Numbers of a softmax that are there at once: 64 MiB in fp32."""
+from moesaic.train.losses import chunks, log_probabilities, log_sum_over_ranks, log_sums, scaled, token_losses
 
 
 def token_logprobs(
@@ -75,7 +71,7 @@ def topk_logprobs(
     size = logits_NV.size(-1) if vocabulary is None else vocabulary.size
     if k > size:
         raise ValueError(f"topk={k}: the vocabulary has {size} tokens; choose fewer")
-    log_sum_N = _log_sums(logits_NV, temperature)
+    log_sum_N = log_sums(logits_NV, temperature)
     best_NK, ids_NK = logits_NV.topk(min(k, logits_NV.size(-1)), dim=-1)
     if vocabulary is not None:
         log_sum_N, _ = log_sum_over_ranks(log_sum_N, torch.zeros_like(log_sum_N), vocabulary.group)
@@ -97,7 +93,7 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, vocabulary: VocabularyShard | None, temperature: float) -> Tensor:
         log_sum_N = logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32)
         entropy_N = torch.empty_like(log_sum_N)
-        for rows in _chunks(logits_NV):
+        for rows in chunks(logits_NV):
             log_sum_N[rows] = torch.logsumexp(scaled(logits_NV[rows], temperature), dim=-1)
             logs = log_probabilities(logits_NV[rows], log_sum_N[rows], temperature)
             entropy_N[rows] = -_times_logs(logs.exp(), logs).sum(dim=-1)
@@ -118,7 +114,7 @@ class _Entropy(torch.autograd.Function):
         logits_NV, log_sum_N, entropy_N = ctx.saved_tensors
         grad_N = -scaled(grads[0], ctx.temperature)
         grad_NV = torch.empty_like(logits_NV)
-        for rows in _chunks(logits_NV):
+        for rows in chunks(logits_NV):
             logs = log_probabilities(logits_NV[rows], log_sum_N[rows], ctx.temperature)
             probabilities = logs.exp()
             slopes = _times_logs(probabilities, logs).add_(probabilities.mul_(entropy_N[rows, None]))
@@ -137,7 +133,7 @@ class _LogprobsAt(torch.autograd.Function):
         columns_NK = ids_NK - first
         is_mine_NK = (columns_NK >= 0) & (columns_NK < logits_NV.size(-1))
         columns_NK = columns_NK.clamp(0, logits_NV.size(-1) - 1)
-        log_sum_N = _log_sums(logits_NV, temperature)
+        log_sum_N = log_sums(logits_NV, temperature)
         own_NK = scaled(logits_NV.gather(-1, columns_NK), temperature).masked_fill(~is_mine_NK, 0.0)
         if vocabulary is not None:
             log_sum_N, own_KN = log_sum_over_ranks(log_sum_N, own_NK.T.contiguous(), vocabulary.group)
@@ -150,23 +146,13 @@ class _LogprobsAt(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, log_sum_N, columns_NK, is_mine_NK = ctx.saved_tensors
         grad_NK = scaled(grads[0], ctx.temperature)
-        grad_NV = log_probabilities(logits_NV, log_sum_N, ctx.temperature).exp_()
-        grad_NV.mul_(-grad_NK.sum(dim=-1, keepdim=True))
-        grad_NV.scatter_add_(-1, columns_NK, grad_NK * is_mine_NK)
-        return grad_NV.to(logits_NV.dtype), None, None, None
-
-
-def _chunks(logits_NV: Tensor) -> Iterator[slice]:
-    """Rows, so many at a time that their softmax has ``CHUNK_NUMBERS``."""
-    num_rows = max(1, CHUNK_NUMBERS // logits_NV.size(-1))
-    for first in range(0, logits_NV.size(0), num_rows):
-        yield slice(first, first + num_rows)
-
-
-def _log_sums(logits_NV: Tensor, temperature: float) -> Tensor:
-    """[N]: the logarithm of the sum of exponentials of the columns there are."""
-    parts = [torch.logsumexp(scaled(logits_NV[rows], temperature), dim=-1) for rows in _chunks(logits_NV)]
-    return torch.cat(parts) if parts else logits_NV.new_zeros(0, dtype=torch.float32)
+        grad_NV = torch.empty_like(logits_NV)
+        for rows in chunks(logits_NV):
+            part = log_probabilities(logits_NV[rows], log_sum_N[rows], ctx.temperature).exp_()
+            part.mul_(-grad_NK[rows].sum(dim=-1, keepdim=True))
+            part.scatter_add_(-1, columns_NK[rows], grad_NK[rows] * is_mine_NK[rows])
+            grad_NV[rows] = part
+        return grad_NV, None, None, None
 
 
 def _times_logs(probabilities: Tensor, logs: Tensor) -> Tensor:

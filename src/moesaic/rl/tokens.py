@@ -100,9 +100,10 @@ class Tables:
         trajectories = places // self.num_tokens  # what has no place is of the one behind the last
 
         def mean(values: Tensor) -> Tensor:
-            own = torch.where(mask, values.detach().float(), 0.0)
-            sums = torch.zeros(self.counts.numel(), device=values.device)
-            sums.index_add_(0, trajectories.flatten(), own.flatten())
+            # As rows of the step's table: index_add_ would add in another order each time, on devices.
+            table = torch.zeros(self.mask.numel(), device=values.device)
+            table[places] = torch.where(mask, values.detach().float(), 0.0)
+            sums = flat(table[:-1].view(-1, self.num_tokens).sum(dim=1))
             if self.cp_group is not None:
                 dist.all_reduce(sums, group=self.cp_group)
             return (sums / self.counts.clamp(min=1))[trajectories]

@@ -5,6 +5,7 @@ Shape suffixes: B rows, S positions, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from moesaic.data.batch import IGNORE_INDEX
 from moesaic.parallel.tensor import VocabularyShard
+
+CHUNK_NUMBERS = 2**24
+"""Numbers of a softmax that are there at once: 64 MiB in fp32."""
 
 
 def token_loss_sum(logits_BSV: Tensor, labels_BS: Tensor, vocabulary: VocabularyShard | None = None) -> Tensor:
@@ -25,7 +29,8 @@ def token_losses(
 ) -> Tensor:
     """Negative log-likelihood of each label, [B, S] fp32, differentiable; 0 where there is none.
 
-    NaN where a label is of no column. Nothing of the logits' size is kept for backward but the logits themselves.
+    NaN where a label is of no column. Nothing of the logits' size is kept for backward but the logits themselves, and
+    a softmax in fp32 is never there whole: at a vocabulary of 150,000 it would be most of a step's memory.
 
     Args:
         logits_BSV: [B, S, V], any floating dtype; computed on in fp32.
@@ -55,7 +60,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns_N = labels_N - first
         is_mine_N = (columns_N >= 0) & (columns_N < num_columns)
         columns_N1 = columns_N.clamp(0, num_columns - 1)[:, None]
-        log_sum_N = torch.logsumexp(scaled(logits_NV, temperature), dim=-1)
+        log_sum_N = log_sums(logits_NV, temperature)
         own_N = scaled(logits_NV.gather(-1, columns_N1).squeeze(-1), temperature).masked_fill(~is_mine_N, 0.0)
         if vocabulary is not None:
             log_sum_N, own_N = log_sum_over_ranks(log_sum_N, own_N, vocabulary.group)
@@ -67,10 +72,27 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits_NV, log_sum_N, columns_N1, is_mine_N, counts_N = ctx.saved_tensors
-        grad_NV = log_probabilities(logits_NV, log_sum_N, ctx.temperature).exp_()  # fp32, as the sums are
-        grad_NV.scatter_(-1, columns_N1, grad_NV.gather(-1, columns_N1) - is_mine_N[:, None].to(grad_NV.dtype))
-        grad_N = grads[0] * counts_N
-        return grad_NV.mul_(scaled(grad_N, ctx.temperature)[:, None]).to(logits_NV.dtype), None, None, None
+        grad_N = scaled(grads[0] * counts_N, ctx.temperature)
+        grad_NV = torch.empty_like(logits_NV)
+        for rows in chunks(logits_NV):
+            part = log_probabilities(logits_NV[rows], log_sum_N[rows], ctx.temperature).exp_()
+            columns = columns_N1[rows]
+            part.scatter_(-1, columns, part.gather(-1, columns) - is_mine_N[rows, None].to(part.dtype))
+            grad_NV[rows] = part.mul_(grad_N[rows, None])
+        return grad_NV, None, None, None
+
+
+def chunks(logits_NV: Tensor) -> Iterator[slice]:
+    """Rows, so many at a time that their softmax has ``CHUNK_NUMBERS``."""
+    num_rows = max(1, CHUNK_NUMBERS // logits_NV.size(-1))
+    for first in range(0, logits_NV.size(0), num_rows):
+        yield slice(first, first + num_rows)
+
+
+def log_sums(logits_NV: Tensor, temperature: float) -> Tensor:
+    """[N] fp32: the logarithm of the sum of exponentials of the columns there are."""
+    parts = [torch.logsumexp(scaled(logits_NV[rows], temperature), dim=-1) for rows in chunks(logits_NV)]
+    return torch.cat(parts) if parts else logits_NV.new_zeros(0, dtype=torch.float32)
 
 
 def scaled(logits: Tensor, temperature: float) -> Tensor:
