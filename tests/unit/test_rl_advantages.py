@@ -160,6 +160,15 @@ def test_a_group_of_one_has_no_advantage_and_is_counted(name):
     assert torch.equal(found.advantages_BT[1:-1], rest.advantages_BT) and rest.advantages_BT.any()
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_sums_over_tokens_of_halves_are_taken_in_full(name):
+    tables = draw_tables(6)
+    rewards_BT, values_BT = (tables.normal_BT().bfloat16() for _ in range(2))
+    halves = compute(name, tables, rewards_BT, values_BT=values_BT)
+    full = compute(name, tables, rewards_BT.float(), values_BT=values_BT.float())
+    assert torch.equal(halves.advantages_BT, full.advantages_BT) and torch.equal(halves.returns_BT, full.returns_BT)
+
+
 def test_others_count_no_groups_of_one():
     tables = draw_tables(6)
     names = set(ALL) - set(GROUP_ESTIMATORS)

@@ -49,6 +49,23 @@ def test_weights_by_hand():
     assert weights(rollout_is="sequence") == [[1.0, 1.0, 1.0], [1.2, 1.2, 0.0]]
     assert weights(rollout_is="sequence", rollout_is_threshold=1.1) == [[1.0, 1.0, 1.0], [1.1, 1.1, 0.0]]
     assert weights(rollout_is="icepop") == [[0.0, 1.0, 0.0], [1.5, 0.8, 0.0]]
+    # A ratio at a bound is within it.
+    assert weights(rollout_is="icepop", rollout_is_threshold_lower=1.0) == [[0.0, 1.0, 0.0], [1.5, 0.0, 0.0]]
+    assert weights(rollout_is="icepop", rollout_is_threshold=1.0) == [[0.0, 1.0, 0.0], [0.0, 0.8, 0.0]]
+    # The exponent of a product is cut, not those of its factors.
+    apart_BT = torch.tensor([[30.0, -29.5]])
+    of_product = correct(apart_BT, torch.zeros(1, 2), torch.ones(1, 2), CorrectionConfig(rollout_is="sequence"))
+    assert of_product.weights_BT[0].tolist() == pytest.approx([math.exp(0.5)] * 2)
+
+
+def test_differences_of_halves_are_taken_in_full():
+    train_BT, rollout_BT = torch.tensor([[-8.0, -3.17]]).bfloat16(), torch.tensor([[-0.0317, -0.0432]]).bfloat16()
+    config = CorrectionConfig(rollout_is="token")
+    of_halves, of_the_same = (
+        correct(cast(train_BT), cast(rollout_BT), torch.ones(1, 2), config).weights_BT
+        for cast in (torch.Tensor.bfloat16, torch.Tensor.float)
+    )
+    assert torch.equal(of_halves, of_the_same)
 
 
 def test_batch_normalized_weights_have_a_mean_of_one():
@@ -56,6 +73,11 @@ def test_batch_normalized_weights_have_a_mean_of_one():
     assert of_tokens.sum().item() / 5 == pytest.approx(1, abs=1e-5)
     of_sequences = torch.tensor(weights(rollout_is="sequence", rollout_is_batch_normalize=True))
     assert of_sequences[:, 0].mean().item() == pytest.approx(1, abs=1e-5)
+    # A trajectory without a token is no part of the mean.
+    tables = draw_tables(1)
+    config = CorrectionConfig(rollout_is="sequence", rollout_is_batch_normalize=True)
+    among = correct(tables.logprobs_BT, tables.old_logprobs_BT, tables.mask_BT, config).weights_BT
+    assert not tables.mask_BT[2].any() and among.amax(dim=-1).sum().item() / (len(among) - 1) == pytest.approx(1)
     # Where everything was cut to 0 there is nothing to divide by.
     bounds = {"rollout_is_threshold_lower": 8.0, "rollout_is_threshold": 9.0}
     assert weights(rollout_is="icepop", rollout_is_batch_normalize=True, **bounds) == [[0.0] * 3] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import get_args
 
 import pytest
@@ -18,10 +19,10 @@ PROBABILITIES, REFERENCE = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.2, 0.3
 
 
 def value_and_slope(estimator: KlEstimator, difference: float) -> tuple[float, float]:
-    logprob = torch.tensor(difference - 1, requires_grad=True)
-    value = kl_penalty(logprob, torch.tensor(-1.0), estimator)
+    logprob, ref_logprob = torch.tensor(difference - 1, requires_grad=True), torch.tensor(-1.0, requires_grad=True)
+    value = kl_penalty(logprob, ref_logprob, estimator)
     value.backward()
-    assert logprob.grad is not None
+    assert logprob.grad is not None and ref_logprob.grad is None
     return value.item(), logprob.grad.item()
 
 
@@ -39,9 +40,10 @@ def test_by_hand(estimator, value, slope):
 @given(st.floats(-100, 100, width=32))
 def test_k3_is_not_negative_and_bounded_and_k3_plus_has_the_gradient_of_k2(difference):
     value, slope = value_and_slope("k3", difference)
-    assert 0 <= value <= 10 and abs(slope) < 11
-    value_plus, slope_plus = value_and_slope("k3+", difference)
     measured = torch.tensor(difference - 1).item() + 1  # as fp32 has it
+    assert 0 <= value <= 10
+    assert slope == pytest.approx(1 - math.exp(-measured) if 0 < value < 10 else 0.0, rel=1e-5, abs=1e-6)
+    value_plus, slope_plus = value_and_slope("k3+", difference)
     assert value_plus == value and slope_plus == pytest.approx(measured, rel=1e-5, abs=1e-6)
 
 
@@ -108,6 +110,14 @@ def test_the_coefficient_follows_the_target():
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
     controller.update(0.0, 1_000_000)  # more than the horizon counts as the horizon: it stays positive
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98 * 0.8)
+
+
+@pytest.mark.parametrize("mean_kl", [math.nan, math.inf, -math.inf])
+def test_a_measure_that_is_not_finite_leaves_the_coefficient(mean_kl):
+    """An update of such a step is skipped and the run goes on; a coefficient of NaN would skip all that follow."""
+    controller = KlController(KlConfig(coef=0.1, target=0.5, horizon=10))
+    controller.update(mean_kl, 10)
+    assert controller.coef == 0.1
 
 
 def test_a_coefficient_is_resumed_and_a_fixed_one_is_the_recipes():

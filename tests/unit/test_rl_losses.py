@@ -220,6 +220,17 @@ def test_weights_multiply_and_are_not_differentiated():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_gradients_go_to_what_is_trained_alone(mode):
+    tables = draw_tables(2)
+    others = {name: getattr(tables, f"{name}_BT").clone().requires_grad_() for name in ("old_logprobs", "advantages")}
+    _, gradient = loss_and_gradient(mode, tables, **others)
+    values, old_values, returns = (tables.normal_BT().requires_grad_() for _ in range(3))
+    value_loss(values, old_values, returns, tables.mask_BT, cliprange=0.5).losses.sum().backward()
+    assert gradient.any() and values.grad.any()
+    assert all(each.grad is None for each in (*others.values(), old_values, returns))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_far_policies_stay_finite(mode):
     tables = draw_tables(3)
     for shift in (-300.0, 300.0):
@@ -259,3 +270,6 @@ def test_explained_variance():
     )
     assert vf_explained_variance(-returns_BT, returns_BT, tables.mask_BT) == pytest.approx(-3, abs=1e-3)
     assert vf_explained_variance(returns_BT, returns_BT, torch.zeros_like(returns_BT)) == 0
+    # Returns that are all equal: 1 - 1e-5 / 1e-5.
+    values_BT = torch.tensor([[-1.0, 1.0]]) * (0.5e-5) ** 0.5
+    assert vf_explained_variance(values_BT, torch.zeros(1, 2), torch.ones(1, 2)) == pytest.approx(0, abs=1e-4)

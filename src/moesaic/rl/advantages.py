@@ -48,7 +48,7 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What estimators read; the arguments of ``compute_advantages``."""
+    """What estimators read; the arguments of ``compute_advantages``, in fp32."""
 
     token_rewards_BT: Tensor
     mask_BT: Tensor
@@ -85,14 +85,12 @@ class Estimator:
         needs_values: a critic's, [B, T].
         needs_baselines: the reward of each prompt's greedy completion, [B].
         needs_groups: several completions per prompt.
-        needs_teacher: its log-probabilities: the token rewards are ``reverse_kl_advantages``.
     """
 
     function: Callable[[AdvantageInputs], AdvantagesAndReturns]
     needs_values: bool = False
     needs_baselines: bool = False
     needs_groups: bool = False
-    needs_teacher: bool = False
 
 
 def compute_advantages(
@@ -128,10 +126,10 @@ def compute_advantages(
     if missing:
         raise ValueError(f"adv_estimator: {estimator} needs {', '.join(missing)}, which it was not given")
     inputs = AdvantageInputs(
-        token_rewards_BT=token_rewards_BT.detach(),
+        token_rewards_BT=token_rewards_BT.detach().float(),
         mask_BT=mask_BT.bool(),
         groups=Groups.of(groups_B),
-        values_BT=None if values_BT is None else values_BT.detach(),
+        values_BT=None if values_BT is None else values_BT.detach().float(),
         baselines_B=baselines_B,
         gamma=gamma,
         lam=lam,
@@ -232,7 +230,7 @@ def _remax(inputs: AdvantageInputs) -> AdvantagesAndReturns:
 
 
 def _on_policy_distillation(inputs: AdvantageInputs) -> AdvantagesAndReturns:
-    """Each token's own reward: no discount, no baseline, no whitening."""
+    """Each token's own reward, of ``reverse_kl_advantages``: no discount, no baseline, no whitening."""
     return inputs.trained_rewards_BT, inputs.trained_rewards_BT
 
 
@@ -245,5 +243,5 @@ ESTIMATORS: Mapping[AdvEstimator, Estimator] = {
     "reinforce_plus_plus_baseline": Estimator(function=_reinforce_plus_plus_baseline, needs_groups=True),
     "remax": Estimator(function=_remax, needs_baselines=True),
     "opo": Estimator(function=_opo, needs_groups=True),
-    "on_policy_distillation": Estimator(function=_on_policy_distillation, needs_teacher=True),
+    "on_policy_distillation": Estimator(function=_on_policy_distillation),
 }

@@ -67,7 +67,7 @@ def correct(
         ValueError: a threshold is not what its measure takes.
     """
     mask_BT = mask_BT.bool()
-    log_ratios_BT = torch.where(mask_BT, old_logprobs_BT - rollout_logprobs_BT, 0.0).float()
+    log_ratios_BT = torch.where(mask_BT, old_logprobs_BT.float() - rollout_logprobs_BT.float(), 0.0)
     weights_BT: Tensor | None = None
     metrics: dict[str, float] = {}
     if config.rollout_is is not None:
@@ -191,7 +191,7 @@ def _reject(log_ratios_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) ->
     for measure, threshold in zip(config.rollout_rs, config.rollout_rs_threshold, strict=True):
         low, high = _bounds(measure, threshold)
         values_BT = _measured(measure, _bounded(log_ratios_BT), mask_BT)
-        passes_BT = mask_BT & (values_BT >= low) & (values_BT <= high)
+        passes_BT = (values_BT >= low) & (values_BT <= high)
         kept_BT = kept_BT & passes_BT
         name = f"rollout_rs_{measure}"
         metrics[f"{name}_masked_fraction"] = _mean(~passes_BT, mask_BT)
@@ -230,7 +230,7 @@ def _measured(measure: str, log_ratios_BT: Tensor, mask_BT: Tensor) -> Tensor:
         values_BT = log_ratios_BT.expm1() - log_ratios_BT
     if level == "token":
         return values_BT
-    values_BT = torch.where(mask_BT, values_BT, 0.0)
+    # Outside of the mask ratios are 1, and every measure is 0.
     if level == "seq_max":
         values_B1 = values_BT.amax(dim=-1, keepdim=True)  # k2 and k3 are not negative
     else:

@@ -80,7 +80,7 @@ def filter_groups(rewards_B: Tensor, groups_B: Tensor) -> Tensor:
     """[B] bool: which trajectories to keep so that every group left has rewards that differ (DAPO, 2503.14476).
 
     Groups are kept or left out as a whole. Rewards that differ by rounding alone (1e-6 of the largest) are equal, and a
-    group of one trajectory is left out: either way, its advantages are 0.
+    group of one trajectory is left out: neither has a reward above its group's mean.
 
     Args:
         rewards_B: one per trajectory, before any KL is taken from them.

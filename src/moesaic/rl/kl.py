@@ -5,6 +5,7 @@ Shape suffixes: B trajectories, T tokens after the prompt.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -104,8 +105,9 @@ class KlController:
         self._horizon = config.horizon
 
     def update(self, mean_kl: float, num_sequences: int) -> None:
-        """After a step's rewards were made with ``coef``: their divergence, and of how many trajectories it is."""
-        if self._target is None:
+        """After a step's rewards were made with ``coef``: their divergence, and of how many trajectories it is. One
+        that isn't finite says nothing, and would stay in the coefficient for ever."""
+        if self._target is None or not math.isfinite(mean_kl):
             return
         error = min(max(mean_kl / self._target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         self.coef *= 1 + error * min(num_sequences / self._horizon, 1)

@@ -140,7 +140,8 @@ def _vanilla(terms: PolicyTerms, options: AlgorithmConfig) -> TokenLosses:
 
 def _gspo(terms: PolicyTerms, options: AlgorithmConfig) -> TokenLosses:
     """2507.18071: PPO with the ratio of the whole trajectory, s = exp(mean of log r), and each token's own gradient:
-    s logprobs' gradient, by s exp(logprobs - sg(logprobs)). Its authors sum it up by seq-mean-token-mean."""
+    s logprobs' gradient, by s exp(logprobs - sg(logprobs)); s is cut at exp(10). Its authors sum it up by
+    seq-mean-token-mean."""
     means = terms.sequence_mean(terms.logprobs.detach() - terms.old_logprobs)
     log_ratios = terms.logprobs - terms.logprobs.detach() + means.detach()
     losses, is_clipped = _clipped(log_ratios.clamp(max=GSPO_MAX_LOG_RATIO).exp(), terms.advantages, options)
