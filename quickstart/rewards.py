@@ -18,9 +18,9 @@ REWARD = "critic/score/mean"
 
 
 def read_rewards(metrics: Path) -> list[float]:
-    """The mean reward of each update's completions."""
+    """The mean reward of each update's completions; a step without an update has none."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [line["metrics"][REWARD] for line in lines if line["kind"] == "rl"]
+    return [line["metrics"][REWARD] for line in lines if line["kind"] == "rl" and REWARD in line["metrics"]]
 
 
 def read_accuracies(metrics: Path) -> dict[int, float]:

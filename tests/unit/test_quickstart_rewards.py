@@ -15,6 +15,7 @@ def test_rewards_and_accuracies_of_a_run(tmp_path: Path) -> None:
         {"kind": "val", "step": 0, "metrics": {"val-core/a/reward/mean@1": 0.25, "val-core/a/acc/mean@1": 9.0}},
         {"kind": "rl", "step": 1, "metrics": {"critic/score/mean": 0.5}},
         {"kind": "rl", "step": 2, "metrics": {"critic/score/mean": 0.75}},
+        {"kind": "rl", "step": 3, "metrics": {"rollout/groups": 0.0}},  # dynamic sampling found nothing to learn from
         {"kind": "val", "step": 2, "metrics": {"val-core/a/reward/mean@1": 0.5, "val-core/b/reward/mean@1": 1.0}},
     ]
     path = tmp_path / "metrics.jsonl"

@@ -86,6 +86,8 @@ def test_steps_that_say_nothing_are_refused() -> None:
         {"observation": ""},
         {"observation": "x", "reward": float("nan")},
         {"is_done": True, "reward": "1"},
+        {"is_done": True, "reward": -(10**400)},
+        {"is_done": True, "reward": 1e39},  # beyond fp32, in which rewards are kept
     ):
         with pytest.raises(ValueError, match="finite number|is_done"):
             Step(**bad)
@@ -105,19 +107,27 @@ def test_a_file_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "from __future__ import annotations\nfrom dataclasses import dataclass\nruns = []\nruns.append(1)\n"
         "@dataclass\nclass Game:\n    row: dict\n    def step(self, text, tokens): return self.row['x']\n",
     )
-    make = load_environment(f"{path}:Game")
+    make = load_callable(f"{path}:Game", "field")
     assert make({"x": 3}).step("", ()) == 3
     monkeypatch.chdir(tmp_path)
-    assert load_environment("game.py:Game") is make
+    assert load_callable("game.py:Game", "field") is make
     assert import_file(Path("game.py")).runs == [1]
     (tmp_path / "other").mkdir()
     other = write(tmp_path / "other" / "game.py", "def Game(row): return 1\n")
-    assert load_environment(f"{other}:Game") is not make, "a file of the same name is another one"
+    assert load_callable(f"{other}:Game", "field") is not make, "a file of the same name is another one"
+
+
+def test_an_environment_has_a_row_of_its_own(tmp_path: Path) -> None:
+    """A prompt's row is that of all its completions, and of the next epoch."""
+    path = write(tmp_path / "board.py", "def make(row):\n    row['board'].append('x')\n    return row['board']\n")
+    make, row = load_environment(f"{path}:make"), {"board": []}
+    assert [make(row), make(row)] == [["x"], ["x"]] and row == {"board": []}
 
 
 def test_faults_of_user_code_are_told(tmp_path: Path) -> None:
     good = write(tmp_path / "good.py", "size = 3\ndef make(row): return row\ndef two(row, size): return row\n")
     bad = write(tmp_path / "bad.py", "import math\n\nx = 1 / 0\n")
+    program = write(tmp_path / "program.py", "import sys\nsys.exit(0)\n")
     for name, message in (
         ("good.make", "a function is named as file.py:name"),
         (f"{tmp_path}/none.py:make", "no such file"),
@@ -125,6 +135,7 @@ def test_faults_of_user_code_are_told(tmp_path: Path) -> None:
         (f"{good}:zzz", "has no zzz; it has make, two"),
         (f"{good}:size", "type int, which can't be called"),
         (f"{bad}:make", r"can't be imported: ZeroDivisionError: division by zero \(bad.py:3\)"),
+        (f"{program}:make", r"can't be imported: SystemExit: 0 \(program.py:2\)"),  # not the run's silent end
     ):
         with pytest.raises(ValueError, match=message) as caught:
             load_callable(name, "rollout.environment")

@@ -71,18 +71,21 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
         {"prompt": "hello " * 300},
         {"prompt": [{"role": "assistant", "content": "x"}]},
         {"prompt": "also ok"},
+        {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "So"}]},
+        {"prompt": "", "messages": [{"role": "user", "content": "not this"}]},
     ]
     built = build(write(tmp_path / "p.jsonl", rows))
     assert [prompt.number for prompt in built.prompts] == [0, 9], "numbers are those of rows"
     (report,) = built.reports
-    assert (report.num_rows, len(report.bad), report.num_too_long) == (10, 8, 1)
+    assert (report.num_rows, len(report.bad), report.num_too_long) == (12, 10, 1)
     reasons = {bad.index: bad.reason for bad in report.bad}
     for index, text in (
         *((1, "not JSON"), (2, "expected an object"), (3, "prompt: missing"), (4, "role and content, both text")),
-        *((5, "row uses 'images'"), (6, "prompt[0] uses 'tool_calls'"), (7, "max_prompt_length=200"), (8, "no turn")),
+        *((5, "row uses 'images'"), (6, "prompt[0] uses 'tool_calls'"), (7, "max_prompt_length=200")),
+        *((8, "ends with the assistant's turn"), (10, "ends with the assistant's turn"), (11, "prompt: missing")),
     ):
         assert text in reasons[index], (index, reasons[index])
-    assert "8 rows left out, 1 of them too long" in str(report) and "row 5: row uses 'images'" in str(report)
+    assert "10 rows left out, 1 of them too long" in str(report) and "row 5: row uses 'images'" in str(report)
     assert (report.num_tokens, report.longest) == (
         sum(len(prompt.tokens) for prompt in built.prompts),
         max(len(prompt.tokens) for prompt in built.prompts),

@@ -6,12 +6,10 @@ import asyncio
 import logging
 import pickle
 import re
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,10 @@ import pytest
 import torch
 
 from moesaic.config.rl_check import BUILT_IN_REWARDS
-from moesaic.rl import calls
-from moesaic.rl.calls import LoopCalls, ThreadCalls
 from moesaic.rl.reasoning_tasks import build_task, stream_rows
 from moesaic.rl.reward_functions import BUILT_IN, MathVerifier, exact_match, ground_truth_of
 from moesaic.rl.rewards import NUM_THREADS, Failure, Reward, RewardFunctions
 from moesaic.rl.types import Prompt, Trajectory
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def trajectory(row: Mapping[str, Any] | None = None, environment_reward: float | None = None) -> Trajectory:
@@ -82,13 +76,24 @@ def test_verl_signature() -> None:
         }
 
     (reward,) = score(compute_score, ["it is 4"], VERL_ROW)
-    assert seen == [("gsm8k", "it is 4", "4", {"index": 3}, {})]
+    assert seen == [("gsm8k", "it is 4", "4", {"index": 3, "num_turns": 2}, {})]
     assert (reward.total, reward.components, reward.num_failed) == (0.5, {"compute_score": 0.5}, 0)
     assert reward.extra == {"acc": True, "pred": "4", "far": 0.25, "odd": "{1, 2}", "more": [2]}
     assert pickle.loads(pickle.dumps(reward)) == reward
     # A row without extra_info is that itself; a function gets only what it has parameters for.
     assert score(lambda solution_str, extra_info: extra_info["level"], row={"level": 7})[0].total == 7
     assert [each.total for each in score(lambda solution_str: len(solution_str), ["a", "bb"])] == [1, 2]
+
+
+def test_what_a_function_does_to_its_row_stays_with_it() -> None:
+    """A prompt's row outlives the step, and several threads have it."""
+
+    def takes_out(solution_str, extra_info):
+        return extra_info.pop("index", 0) + extra_info.pop("answer", 0)
+
+    for row, total in ((VERL_ROW, 3), ({"answer": 4}, 4)):
+        assert [each.total for each in score(takes_out, "abc", row)] == [total] * 3
+    assert VERL_ROW["extra_info"] == {"index": 3}
 
 
 def test_right_answers_of_a_row() -> None:
@@ -177,7 +182,8 @@ def test_signatures_that_fit_neither_are_refused() -> None:
 def test_functions_that_miss_a_column_are_refused_before_the_run() -> None:
     prompts = [trajectory({"answers": 1}).prompt]
     for function, message in (
-        (lambda completions, answer: [1], "needs answer, and the data's columns are answers, prompt"),
+        (lambda completions, answer: [1], "needs answer, and the data's columns are answers;"),
+        (lambda completions, prompt: [1], "needs prompt, and"),  # TRL gives no column of that name
         ("exact_match", "needs a column reward_model.ground_truth, ground_truth or answer; no row has one"),
         ("math", "no row has one"),
         ("reasoning_gym", "scores rows of format: reasoning_gym"),
@@ -195,6 +201,18 @@ def test_a_file_names_its_functions(tmp_path: Path) -> None:
     functions = RewardFunctions(["exact_match", f"{path}:exact_match"], weights=[1, 10])
     (reward,) = functions.score([trajectory({"answer": " 4 "})], ["4\n"])
     assert reward.components == {"exact_match": 1.0, "exact_match_2": 7.0} and reward.total == 71.0
+
+
+def test_names_are_told_apart() -> None:
+    def scores(solution_str: str) -> float:
+        return 1.0
+
+    def scores_2(solution_str: str) -> float:
+        return 2.0
+
+    functions = RewardFunctions([scores, scores, scores_2])
+    assert functions.names == ("scores", "scores_2", "scores_2_2")
+    assert functions.score([trajectory()], ["a"])[0].total == 4
 
 
 def test_sums_of_components() -> None:
@@ -221,7 +239,8 @@ def raises(solution_str: str) -> float:
 def test_failures_are_counted_by_kind_and_never_fatal(caplog: pytest.LogCaptureFixture) -> None:
     values: dict[str, Any] = {
         "none": None, "text": "1.0", "nan": float("nan"), "inf": np.inf, "dict": {"acc": 1}, "list": [1.0],
-        "fine": np.float32(2), "bool": True, "tensor": torch.tensor(3.0),
+        "huge": -(10**400), "large": 10**39, "fine": np.float32(2), "bool": True, "tensor": torch.tensor(3.0),
+        "array": np.array([4.0]),
     }  # fmt: skip
 
     def gives(solution_str):
@@ -229,12 +248,12 @@ def test_failures_are_counted_by_kind_and_never_fatal(caplog: pytest.LogCaptureF
 
     functions = RewardFunctions([raises, gives])
     with caplog.at_level(logging.WARNING):
-        rewards = functions.score([trajectory()] * 10, [*values, "bad"])
-    assert [reward.num_failed for reward in rewards] == [1, 1, 1, 1, 1, 1, 0, 0, 0, 2]
-    assert [reward.total for reward in rewards] == [1, 1, 1, 1, 1, 1, 3, 2, 4, 0]
+        rewards = functions.score([trajectory()] * 13, [*values, "bad"])
+    assert [reward.num_failed for reward in rewards] == [1] * 8 + [0] * 4 + [2]
+    assert [reward.total for reward in rewards] == [1] * 8 + [3, 2, 4, 5, 0]
     failures = {(failure.function, failure.kind): failure for failure in functions.take_failures()}
     assert {key: failure.count for key, failure in failures.items()} == {
-        ("raises", "exception"): 1, ("gives", "exception"): 1, ("gives", "not_a_number"): 4, ("gives", "not_finite"): 2,
+        ("raises", "exception"): 1, ("gives", "exception"): 1, ("gives", "not_a_number"): 4, ("gives", "not_finite"): 4,
     }  # fmt: skip
     message = failures["raises", "exception"].message
     assert re.fullmatch(r"KeyError: 'no such key' \(test_rl_rewards.py:\d+\)", message), message
@@ -247,6 +266,24 @@ def test_failures_are_counted_by_kind_and_never_fatal(caplog: pytest.LogCaptureF
         Failure(function="gives", kind="not_a_number", count=1, message="a score is a number, not None")
     ]
     assert len(caplog.records) == 4
+
+
+def test_what_cannot_be_read_is_a_failure_and_what_is_kept_is_plain() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    values: dict[str, Any] = {
+        "meta": torch.empty((), device="meta"),
+        "endless": {"score": 1, "x": endless},
+        "odd": {"score": 1, "huge": -(10**400), "long": np.longdouble(1), "text": np.str_("t"), "kind": HTTPStatus.OK},
+    }
+    functions = RewardFunctions([lambda solution_str: values[solution_str]])
+    rewards = functions.score([trajectory()] * 3, list(values))
+    assert [(reward.total, reward.num_failed) for reward in rewards] == [(0, 1), (0, 1), (1, 0)]
+    extra = rewards[2].extra
+    assert [type(value) for value in extra.values()] == [str] * 4, "no number that a float can't hold"
+    assert (extra["long"], extra["text"]) == ("1.0", "t")
+    (failure,) = functions.take_failures()
+    assert (failure.kind, failure.count) == ("exception", 2)
 
 
 @pytest.mark.parametrize(
@@ -289,43 +326,6 @@ def test_a_call_that_hangs_is_given_up_and_others_are_made(free: threading.Event
     assert counts == {("hangs", "timeout"): 4, ("hangs_for_all", "timeout"): 6}
 
 
-def test_a_hanging_function_does_not_hold_the_end_of_the_run() -> None:
-    code = (
-        "import threading\nfrom moesaic.rl.calls import ThreadCalls\n"
-        "print(ThreadCalls(num_threads=1, timeout_s=0.05).run([threading.Event().wait])[0].failure)"
-    )
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": "src:."})
-    assert (done.returncode, done.stdout) == (0, "timeout\n"), done.stderr
-
-
-def test_what_hangs_is_limited(free: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_HUNG", 3)
-    threads = ThreadCalls(num_threads=2, timeout_s=0.05)
-    called = []
-
-    def hang() -> None:
-        called.append(1)
-        free.wait()
-
-    outcomes = threads.run([hang] * 8)
-    assert threads.num_hung >= 3 and len(called) <= 4
-    assert {outcome.failure for outcome in outcomes} == {"timeout"}
-    assert "not called: 3 earlier calls still hang" in outcomes[-1].message
-    assert threads.run([lambda: 1])[0].failure == "timeout", "nor is any other, while they do"
-    free.set()
-    while threads.num_hung:
-        time.sleep(0.001)
-    assert threads.run([lambda: 1])[0].value == 1
-
-
-def test_exits_of_a_function_do_not_end_the_run() -> None:
-    assert [outcome.failure for outcome in ThreadCalls(num_threads=2, timeout_s=5).run([sys.exit, lambda: 1])] == [
-        "exception",
-        None,
-    ]
-
-
 def test_coroutines_run_side_by_side_and_are_timed_out() -> None:
     together = asyncio.Barrier(30)
 
@@ -340,22 +340,6 @@ def test_coroutines_run_side_by_side_and_are_timed_out() -> None:
     assert [reward.total for reward in rewards] == [0, 0] + [1] * 30
     assert {failure.kind: failure.count for failure in functions.take_failures()} == {"timeout": 1, "exception": 1}
     functions.close()
-
-
-def test_a_coroutine_that_blocks_the_loop_is_given_up(free: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "GRACE_S", 0.1)
-
-    async def blocks() -> float:
-        free.wait()
-        return 1.0
-
-    async def fine() -> float:
-        return 2.0
-
-    loop = LoopCalls(timeout_s=0.1)
-    assert loop.run([fine, blocks])[1].failure == "timeout"
-    assert [outcome.value for outcome in loop.run([fine, fine])] == [2.0, 2.0], "on another loop"
-    loop.close()
 
 
 def test_the_loop_stays_between_calls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -74,11 +75,7 @@ class DataReport:
             lines.append(f"  columns not used: {', '.join(self.unused_columns)}")
         if self.bad:
             lines.append(f"  {len(self.bad)} bad samples left out:")
-            lines += [f"    sample {bad.index}: {bad.reason}" for bad in self.bad[:NUM_SHOWN]]
-        if len(self.bad) > NUM_SHOWN:
-            rest = Counter(bad.reason for bad in self.bad[NUM_SHOWN:])
-            lines += [f"    {count} more: {reason}" for reason, count in rest.most_common(NUM_SHOWN)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *list_bad(self.bad, "sample")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +172,17 @@ def choose_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if token_id is not None:
             return int(token_id)
     raise ValueError("the tokenizer has neither a pad_token nor an eos_token: set one in the model's folder")
+
+
+def list_bad(bad: Sequence[BadSample], name: str) -> list[str]:
+    """Lines of a report: the first ``NUM_SHOWN`` with their reasons, of the others how many have which.
+
+    Args:
+        name: what a row is called.
+    """
+    lines = [f"    {name} {each.index}: {each.reason}" for each in bad[:NUM_SHOWN]]
+    rest = Counter(each.reason for each in bad[NUM_SHOWN:])
+    return lines + [f"    {count} more: {reason}" for reason, count in rest.most_common(NUM_SHOWN)]
 
 
 def describe_masking(masking: Masking) -> str:

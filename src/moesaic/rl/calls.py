@@ -8,10 +8,11 @@ another takes its place. Example, two threads, five calls, of which call 1 hangs
     thread c        4
 
 What can't be given up is a call that never lets go of the interpreter: a regular expression that backtracks without
-end, a power of huge integers. Such work belongs into a process of its own, as ``MathVerifier`` has it.
+end, a power of huge integers. Such work belongs into a process of its own, as ``MathVerifier`` has it. Nor is it ours
+what a call begins: an executor of its own, with a thread that hangs, holds the end of the process.
 
 Coroutines run side by side on an event loop in a thread of its own, which stays: clients that are bound to it may be
-kept between calls.
+kept between calls. What they hand to threads (``asyncio.to_thread``) hangs in daemon threads, too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from moesaic.rl.user_code import describe_error
@@ -32,6 +35,8 @@ MAX_HUNG = 32
 """Given-up calls that may still be running; while it is reached, no call is made, and each counts as timed out."""
 MAX_CONCURRENT = 64
 """Coroutines that run side by side."""
+MAX_THREADS = MAX_CONCURRENT + MAX_HUNG
+"""Of an event loop, for what its coroutines hand to threads."""
 GRACE_S = 1.0
 
 
@@ -121,6 +126,7 @@ class LoopCalls:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._threads = _DaemonThreads()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -128,7 +134,7 @@ class LoopCalls:
         """What came of each, in order. Raises nothing that a call raises."""
         outcomes: list[Outcome | None] = [None] * len(calls)
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = _build_loop(self._threads)
             self._thread = threading.Thread(target=_turn, args=(self._loop,), daemon=True, name="moesaic-loop")
             self._thread.start()
         done = asyncio.run_coroutine_threadsafe(self._all(calls, outcomes), self._loop)
@@ -162,6 +168,46 @@ class LoopCalls:
         await asyncio.gather(*(one(number) for number in range(len(calls))))
 
 
+class _DaemonThreads(futures.ThreadPoolExecutor):
+    """An executor whose threads nobody waits for at the end of the process; threads of the usual ones are waited for,
+    and one that hangs would never let it end."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)  # which it doesn't use
+        self._lock = threading.Lock()
+        self._calls: deque[tuple[futures.Future[Any], Callable[[], Any]]] = deque()
+        self._num_threads = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+        with self._lock:
+            self._calls.append((future, partial(fn, *args, **kwargs)))
+            if self._num_threads < MAX_THREADS:
+                self._num_threads += 1
+                threading.Thread(target=self._work, daemon=True, name="moesaic-call").start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    self._num_threads -= 1
+                    return
+                future, call = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # the coroutine's to see
+                future.set_exception(error)
+
+
+def _build_loop(threads: _DaemonThreads) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(threads)
+    return loop
+
+
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
@@ -173,7 +219,8 @@ def _attempt(call: Callable[[], Any]) -> Outcome:
     try:
         value = call()
         if isinstance(value, Coroutine):  # of a function that doesn't say that it is one
-            value = asyncio.run(value)
+            with asyncio.Runner(loop_factory=lambda: _build_loop(_DaemonThreads())) as runner:
+                value = runner.run(value)
         return Outcome(value=value)
     except TimeoutError as error:
         return Outcome(failure="timeout", message=describe_error(error))

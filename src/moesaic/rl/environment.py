@@ -28,13 +28,14 @@ never is. Without a template the observation's text is added as it is.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -44,6 +45,9 @@ from moesaic.rl.user_code import load_callable
 
 PLACEHOLDER = "MoesaicPlaceOfTheTurn"
 """Stands for the model's turn where a conversation is rendered: letters alone, which no template changes."""
+
+MAX_REWARD = torch.finfo(torch.float32).max
+"""Rewards are kept in fp32: what is larger would be infinite there."""
 
 Observation = str | Sequence[Mapping[str, str]]
 """A user's turn, or turns, each with role and content."""
@@ -59,7 +63,7 @@ class Step:
         is_done: the trajectory ends here.
 
     Raises:
-        ValueError: a reward that isn't a finite number, or nothing to go on with.
+        ValueError: a reward that isn't a finite number in fp32, or nothing to go on with.
     """
 
     observation: Observation | None = None
@@ -67,8 +71,8 @@ class Step:
     is_done: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reward, numbers.Real) or not math.isfinite(self.reward):
-            raise ValueError(f"reward={self.reward!r}: a finite number.")
+        if not isinstance(self.reward, numbers.Real) or not abs(self.reward) <= MAX_REWARD:  # NaN isn't, either
+            raise ValueError("reward: a finite number, of those that fp32 has.")
         if not self.is_done and not self.observation:
             raise ValueError(f"observation={self.observation!r}: text or turns, or is_done=True.")
 
@@ -90,7 +94,8 @@ MakeEnvironment = Callable[[Mapping[str, Any]], Environment]
 
 
 def load_environment(name: str) -> MakeEnvironment:
-    """The function that ``rollout.environment`` names, ``file.py:name``: it makes an environment of a row.
+    """The function that ``rollout.environment`` names, ``file.py:name``: it makes an environment of a row, and is given
+    a copy, to play on: the row itself is that of all completions of the prompt.
 
     Raises:
         ValueError: it can't be loaded, or doesn't take a row alone.
@@ -102,7 +107,7 @@ def load_environment(name: str) -> MakeEnvironment:
         raise ValueError(
             f"rollout.environment={name!r}: is called with a row alone, and it is {inspect.signature(make)}: {error}."
         ) from error
-    return make
+    return lambda row: make(copy.deepcopy(row))
 
 
 def encode_observation(

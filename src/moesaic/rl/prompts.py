@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.config import DatasetConfig
-from moesaic.data.dataset import NUM_SHOWN, BadSample
+from moesaic.data.dataset import BadSample, list_bad
 from moesaic.data.encode import columns_of
 from moesaic.data.formats import (
     UNSUPPORTED_ROW_FIELDS,
@@ -74,11 +73,7 @@ class PromptReport:
         ]
         if self.bad:
             lines.append(f"  {len(self.bad)} rows left out, {self.num_too_long} of them too long:")
-            lines += [f"    row {bad.index}: {bad.reason}" for bad in self.bad[:NUM_SHOWN]]
-        if len(self.bad) > NUM_SHOWN:
-            rest = Counter(bad.reason for bad in self.bad[NUM_SHOWN:])
-            lines += [f"    {count} more: {reason}" for reason, count in rest.most_common(NUM_SHOWN)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *list_bad(self.bad, "row")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +226,14 @@ def _build(row: Any, format_name: str, tokenizer: PreTrainedTokenizerBase, sourc
         raise ValueError(f"expected an object with columns, got {type(row).__name__}")
     refuse_fields(row, UNSUPPORTED_ROW_FIELDS, "row")
     asked = row.get("prompt")
-    if asked is None:
-        raise ValueError("prompt: missing")
-    for place, turn in enumerate(asked if isinstance(asked, list) else ()):
+    if not asked:
+        raise ValueError("prompt: missing, or empty")
+    turns = asked if isinstance(asked, list) else []
+    for place, turn in enumerate(turns):
         if isinstance(turn, Mapping):
             refuse_fields(turn, UNSUPPORTED_TURN_FIELDS, f"prompt[{place}]")
+    if turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
+        raise ValueError("prompt: ends with the assistant's turn, and the model can't be made to go on within one")
     if format_name == "verl":
         _check_verl(row)
     text, tokens = encode_one(to_prompt(row, is_chat=bool(tokenizer.chat_template)), tokenizer)

@@ -5,10 +5,12 @@ A function is told by its parameters' names (it gets only those it has, or all w
     verl    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw) -> float | dict
             once per completion; of a dict ``score`` counts, and the rest is kept beside it
     TRL     def reward_func(prompts, completions, completion_ids, **columns) -> list[float | None]
-            once for all completions; a None is left out of the sum
+            once for all completions of a rank, which are of whole groups; a None is left out of the sum. What else TRL
+            gives (trainer_state, log_extra, log_metric) isn't there
 
-Either may be ``async``. Whatever a function does, the run goes on: a call that raises or takes too long, or a score
-that isn't a finite number, is counted, the first message of its kind kept, and that component is 0.
+Either may be ``async``; others are called in threads, where Python has no signals, so no ``signal.alarm`` either (of
+math-verify: ``parsing_timeout=None``). Whatever a function does, the run goes on: a call that raises or takes too long,
+or a score that isn't a finite number, is counted, the first message of its kind kept, and that component is 0.
 
 Example: weights 1 and 0.5, of which the second function failed on the second completion::
 
@@ -21,22 +23,23 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 import numpy
 from torch import Tensor
 
 from moesaic.rl.calls import FailureKind, LoopCalls, Outcome, ThreadCalls
+from moesaic.rl.environment import MAX_REWARD
 from moesaic.rl.reasoning_tasks import TaskScorer
 from moesaic.rl.reward_functions import ANSWER_COLUMNS, BUILT_IN, MathVerifier, exact_match, ground_truth_of
 from moesaic.rl.types import Prompt, Trajectory
-from moesaic.rl.user_code import load_callable
+from moesaic.rl.user_code import describe_error, load_callable
 
 log = logging.getLogger(__name__)
 
@@ -145,12 +148,11 @@ class RewardFunctions:
             )
         if timeout_s <= 0:
             raise ValueError(f"reward.timeout_s={timeout_s}: seconds, more than 0.")
-        names = Counter(RESERVED)
         self._functions: list[_Function] = []
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
-            name = _name_of(function)
-            names[name] += 1
-            name = name if names[name] == 1 else f"{name}_{names[name]}"
+            base = _name_of(function)
+            names = (base if number == 1 else f"{base}_{number}" for number in count(1))
+            name = next(name for name in names if name not in (*RESERVED, *self.names))
             self._functions.append(_build(function, name, weight, timeout_s))
         self._loop = LoopCalls(timeout_s=timeout_s)
         self._counts: Counter[tuple[str, FailureKind]] = Counter()
@@ -168,7 +170,7 @@ class RewardFunctions:
             ValueError: with the function, and what is missing.
         """
         rows = [prompt.row for prompt in prompts]
-        columns = {name for row in rows for name in row}
+        columns = {name for row in rows for name in row} - {"prompt"}  # they are given all prompts
         for function in self._functions:
             missing = [name for name in function.columns if name not in columns]
             if missing:
@@ -224,9 +226,9 @@ class RewardFunctions:
     def _score(self, function: _Function, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> Sequence[_Score]:
         if function.signature == "trl":
             (outcome,) = self._run(function, [_trl_arguments(trajectories, texts)])
-            return _split_scores(outcome, len(trajectories))
+            return _read(outcome, len(trajectories), _split_scores)
         arguments = [_verl_arguments(*pair) for pair in zip(trajectories, texts, strict=True)]
-        return [_verl_score(outcome) for outcome in self._run(function, arguments)]
+        return [_read(outcome, 1, _verl_score)[0] for outcome in self._run(function, arguments)]
 
     def _run(self, function: _Function, arguments: Sequence[Mapping[str, Any]]) -> list[Outcome]:
         calls = [partial(function.call, **function.arguments(each)) for each in arguments]
@@ -313,13 +315,15 @@ def _read_signature(call: Function, name: str) -> tuple[Literal["verl", "trl"], 
 
 
 def _verl_arguments(trajectory: Trajectory, text: str) -> dict[str, Any]:
-    """Rows without an ``extra_info`` give all their columns as that."""
+    """Rows without an ``extra_info`` give all their columns as that; each call has a dict of its own. verl's
+    ``num_turns`` is in it: the prompt counts as one, and so does each of the model's and of the environment's."""
     row = trajectory.prompt.row
+    extra = row if row.get("extra_info") is None else row["extra_info"]
     return {
         "data_source": row.get("data_source"),
         "solution_str": text,
         "ground_truth": ground_truth_of(row),
-        "extra_info": dict(row) if row.get("extra_info") is None else row["extra_info"],
+        "extra_info": {**extra, "num_turns": 2 * trajectory.num_turns} if isinstance(extra, Mapping) else extra,
     }
 
 
@@ -350,23 +354,27 @@ def _add(reward: Reward, score: _Score, function: _Function) -> Reward:
     return replace(reward, extra={**reward.extra, **extra}, num_failed=num_failed)
 
 
-def _verl_score(outcome: Outcome) -> _Score:
-    if outcome.failure is not None:
-        return _Score(failure=outcome.failure, message=outcome.message)
-    value, extra = outcome.value, {}
+def _read(outcome: Outcome, num: int, read: Callable[[Any, int], list[_Score]]) -> list[_Score]:
+    """The scores of one call for ``num`` completions; what failed it failed each."""
+    if outcome.failure is None:
+        try:
+            return read(outcome.value, num)
+        except Exception as error:  # of the objects that it gave
+            outcome = Outcome(failure="exception", message=describe_error(error))
+    return [_Score(failure=outcome.failure, message=outcome.message)] * num
+
+
+def _verl_score(value: Any, num: int) -> list[_Score]:
+    extra = {}
     if isinstance(value, Mapping):
         extra = {str(key): _plain(each) for key, each in value.items() if key != "score"}
         if "score" not in value:
-            return _Score(extra=extra, failure="not_a_number", message=f"a dict without score: {_short(value)}")
+            return [_Score(extra=extra, failure="not_a_number", message=f"a dict without score: {_short(value)}")]
         value = value["score"]
-    return replace(_number_score(value), extra=extra)
+    return [replace(_number_score(value), extra=extra)]
 
 
-def _split_scores(outcome: Outcome, num: int) -> list[_Score]:
-    """Of one call for all: what failed it failed each."""
-    if outcome.failure is not None:
-        return [_Score(failure=outcome.failure, message=outcome.message)] * num
-    values = outcome.value
+def _split_scores(values: Any, num: int) -> list[_Score]:
     if isinstance(values, Tensor | numpy.ndarray):
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str):
@@ -377,22 +385,22 @@ def _split_scores(outcome: Outcome, num: int) -> list[_Score]:
 
 
 def _number_score(value: Any) -> _Score:
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, numpy.ndarray) and value.size == 1):
         value = value.item()
     if not isinstance(value, numbers.Real | numpy.bool_):
         return _Score(failure="not_a_number", message=f"a score is a number, not {_short(value)}")
-    number = float(value)
-    if not math.isfinite(number):
-        return _Score(failure="not_finite", message=f"a score is a finite number, not {number}")
-    return _Score(value=number)
+    size: Any = abs(value)
+    if not size <= MAX_REWARD:  # NaN isn't, either
+        return _Score(failure="not_finite", message=f"a score is a finite number in fp32, not {_short(value)}")
+    return _Score(value=float(value))
 
 
 def _plain(value: Any) -> Any:
-    """What can be sent to other ranks and written as JSON: what can't is there as text."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
+    """What can be sent to other ranks, and is a float where it is a number: what can't is there as text."""
     if isinstance(value, numpy.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-        return value.item()
+        value = value.item()
+    if value is None or type(value) in (str, bool, float) or (type(value) is int and abs(value) <= MAX_REWARD):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

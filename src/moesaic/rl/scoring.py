@@ -1,4 +1,4 @@
-"""Rewards of a step's trajectories: each rank scores its share, and every rank gets all of them."""
+"""Rewards of a step's trajectories: each rank scores its share, which is of whole groups, and every rank gets all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from moesaic.rl.requests import share_of, split_groups
 from moesaic.rl.rewards import Reward, RewardFunctions
 from moesaic.rl.types import Trajectory
 from moesaic.runtime import PeerFailed
@@ -17,7 +18,7 @@ class Scorer:
     """Every rank makes one, and calls it with the same trajectories.
 
     Args:
-        functions: None where nothing but an environment, a model or a teacher rewards.
+        functions: of a run; none of them where nothing but an environment, a model or a teacher rewards.
         tokenizer: turns completions into the text that functions read; end-of-text tokens are left out of it.
     """
 
@@ -26,14 +27,16 @@ class Scorer:
         self._tokenizer = tokenizer
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """In order. The functions run on one rank for each trajectory, as their answers may differ (time-outs, noise).
+        """In order; completions of one group must follow each other. The functions run on one rank for each group, as
+        their answers may differ (time-outs, noise), and some compare a group's completions.
 
         Raises:
             what the functions' own code raises outside of what they are asked (that is counted, never raised); on the
             other ranks RuntimeError.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        own = list(trajectories[rank::world_size])
+        groups = split_groups(trajectories)
+        own = [each for number in share_of(len(groups), world_size, rank) for each in groups[number]]
         error: Exception | None = None
         rewards: list[Reward] = []
         try:
@@ -41,14 +44,11 @@ class Scorer:
             rewards = self._functions.score(own, texts)
         except Exception as problem:  # raised below, when the other ranks know of it
             error = problem
-        gathered: list[Any] = [None] * world_size
+        gathered: list[Any] = [None] * world_size  # of each rank; in the order of ranks they are in that of groups
         dist.all_gather_object(gathered, (rewards, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
         failed = [f"rank {number}: {text}" for number, (_, text) in enumerate(gathered) if text is not None]
         if failed:
             raise PeerFailed(f"scoring failed on {'; '.join(failed)}")
-        scored: list[Reward] = [
-            gathered[place % world_size][0][place // world_size] for place in range(len(trajectories))
-        ]
-        return scored
+        return [reward for rewards, _ in gathered for reward in rewards]

@@ -62,7 +62,7 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception | SystemExit):  # a file that exits would end the run, without a word
             raise
         raise ValueError(f"{path} can't be imported: {describe_error(error)}") from error
     return module
