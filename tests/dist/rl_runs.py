@@ -128,21 +128,10 @@ def recipe_of(source: Path, output_dir: Path, world_size: int, **fields: Any) ->
     return recipe
 
 
-class TurnsOfPlaces(Turns):
-    """Noise goes by a request's place in the step, not by the replica that answers it: so that any ranks draw the same.
-
-    ``skew``: the engine's log-probabilities are off by up to twice this, as those of a quantized one would be.
-    """
+class SkewedTurns(Turns):
+    """``skew``: the engine's log-probabilities are off by up to twice this, as those of a quantized one would be."""
 
     skew = 0.0
-
-    def _call(self, lines: Sequence[Any], number: int) -> None:
-        key = self._key
-        for place, line in self._lines.items():
-            if any(line is each for each in lines):
-                self._key = (*key[:-1], place)
-                super()._call([line], number)
-        self._key = key
 
     def _add(self, lines: Sequence[Any], answers: Sequence[Sequence[Completion]]) -> None:
         super()._add(lines, [[self._skewed(each) for each in group] for group in answers])
@@ -201,8 +190,8 @@ def run_seen(rank: int, recipe: Recipe, skew: float) -> list[StepSeen]:
         return weights[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TurnsOfPlaces, "skew", skew)
-        patch.setattr(rollout, "Turns", TurnsOfPlaces)
+        patch.setattr(SkewedTurns, "skew", skew)
+        patch.setattr(rollout, "Turns", SkewedTurns)
         patch.setattr(Learner, "learn", learn_seen)
         patch.setattr(update, "aggregation_weights", weights_seen)
         train_rl(recipe)

@@ -19,9 +19,11 @@ from moesaic.engines.hf_weights import describe_target
 from moesaic.engines.sync import Agreement, WeightSync
 from moesaic.engines.transfer import PlannedTransfer
 from moesaic.meshes import Meshes, build_meshes
+from moesaic.model.build import find_auto_class
 from moesaic.parallel.apply import from_pretrained
 from moesaic.weights.agree import state_tensors
 from moesaic.weights.load import load_weights
+from tests.families.configs import FIRST_TOKEN, MODEL_TYPES, VOCAB_SIZE, tiny_config
 from tests.pool import RunRanks
 from tests.unit.test_engine_hf import check_numbers, make_model, plain_tokens
 
@@ -137,8 +139,9 @@ def sync_twice(rank: int, first: Path, second: Path, kind: Kind, dtype: torch.dt
 def test_two_syncs_bring_the_bits_of_what_was_trained(
     run_ranks: RunRanks, tmp_path: Path, model_type: str, kind: Kind, dtype: torch.dtype
 ) -> None:
+    # Slices of 16 numbers of 2 bytes: torch's grouped matmul takes no thinner ones.
     for name, seed in (("a", 1), ("b", 2)):
-        make_model(model_type, seed=seed).save_pretrained(tmp_path / name)
+        make_model(model_type, seed=seed, moe_intermediate_size=32).save_pretrained(tmp_path / name)
     packed = run_ranks(sync_twice, 4, tmp_path / "a", tmp_path / "b", kind, dtype)
     assert all(packed) == (kind == "tp"), "gate and up are split each for itself"
 
@@ -171,3 +174,57 @@ def refuse(rank: int, folder: Path) -> None:
 def test_what_it_cannot_do_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     make_model("qwen3_moe").save_pretrained(tmp_path / "model")
     run_ranks(refuse, 4, tmp_path / "model")
+
+
+def refuse_half_split(rank: int, folder: Path, message: str) -> None:
+    tp_mesh = build_meshes(tp_size=2).dense["tp"]
+    with pytest.raises(ValueError, match=message):
+        build_engine_model(folder, dtype=torch.float32, device=CPU, tp_mesh=tp_mesh)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("glm5_next", "as its plan in transformers splits it: a forward ends in RuntimeError: mat1 and mat2 shapes"),
+        ("inkling2_text", "as its plan in transformers splits it: model.layers.0.mlp.experts is split across its gate"),
+    ],
+)
+def test_plans_that_split_a_part_are_refused(
+    run_ranks: RunRanks, tmp_path: Path, model_type: str, message: str
+) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    run_ranks(refuse_half_split, 2, tmp_path, message)
+
+
+# Families that transformers has no plan for, or whose plan is found out at their tiny sizes.
+UNSPLIT = frozenset(
+    "zaya deepseek_v4 inkling_text inkling2_text glm5_next muse_spark diffusion_gemma openai_privacy_filter".split()
+)
+
+
+def logits_as_the_whole(rank: int, folder: Path) -> float:
+    """Relative error."""
+    tp_mesh = build_meshes(tp_size=2).dense["tp"]
+    model = build_engine_model(folder, dtype=torch.float32, device=CPU, tp_mesh=tp_mesh)
+    load_weights(model, folder)
+    plain = find_auto_class(model.config).from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.randint(FIRST_TOKEN, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, logits = (each(ids, use_cache=False).logits for each in (plain, model))
+    return ((logits - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in UNSPLIT])
+def test_a_split_model_of_every_family_computes_what_the_whole_does(
+    run_ranks: RunRanks, tmp_path: Path, model_type: str
+) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    model = find_auto_class(config).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    # fp32 sums in another order: 1e-6 is the largest found.
+    assert max(run_ranks(logits_as_the_whole, 2, tmp_path)) < 1e-5

@@ -80,7 +80,7 @@ def generate_in_every_way(rank: int, folder: Path) -> None:
     """Fewer prompts than ranks, as many, more, not divisible; one and several completions of each."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = [tuple(plain_tokens(plain, each.tokens, 6)) for each in prompts(6)]
-    actor = None
+    actor, drawn_by = None, []
     for sizes in SIZES.values():
         engines, rollout, actor = build(folder, actor, **sizes)
         engines.sync(1)
@@ -101,7 +101,9 @@ def generate_in_every_way(rank: int, folder: Path) -> None:
         assert first != rollout.generate(prompts(3), drawn, 6)
         assert len({each.tokens for each in first}) > 3
         everywhere(first)
+        drawn_by.append([each.tokens for each in first])
         engines.close()
+    assert all(each == drawn_by[0] for each in drawn_by), "whichever replica draws it, of whatever size"
 
 
 def test_every_way_gives_the_tokens_of_the_whole_model(run_ranks: RunRanks, tmp_path: Path) -> None:

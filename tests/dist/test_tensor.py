@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from moesaic.meshes import build_meshes
-from moesaic.ops.runs import gather_runs, sum_runs
+from moesaic.ops.runs import gather_runs, share_runs, sum_runs
 from moesaic.parallel.apply import ParallelOptions, parallelize
 from moesaic.parallel.outer import find_text_blocks
 from moesaic.parallel.tensor import VocabularyShard, apply_tensor_parallel
@@ -29,8 +29,8 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def gather_and_sum(rank: int, dim: int) -> tuple[bool, bool, bool, bool]:
-    """Whether values and gradients of both are those of concatenation and of a sum that is cut."""
+def gather_and_sum(rank: int, dim: int) -> tuple[bool, ...]:
+    """Whether values and gradients are those of concatenation (gathered, shared), and of a sum that is cut."""
     size = dist.get_world_size()
     wholes = torch.randn(size, 4, 4 * size, 3, generator=torch.Generator().manual_seed(0))
     wholes = wholes.movedim(2, 1 + dim)
@@ -44,18 +44,24 @@ def gather_and_sum(rank: int, dim: int) -> tuple[bool, bool, bool, bool]:
     is_gathered = torch.equal(gathered, wholes[0])
     has_gradient = torch.allclose(mine.grad, total.chunk(size, dim)[rank])
 
+    own = runs[0].clone().requires_grad_()
+    shared = share_runs(own, world(), dim)
+    (shared * wholes[1 % size]).sum().backward()
+    assert own.grad is not None
+    is_shared = torch.equal(shared, wholes[0]) and torch.equal(own.grad, runs[1 % size])
+
     part = wholes[rank].clone().requires_grad_()
     run = sum_runs(part, world(), dim)
     (run * runs[0]).sum().backward()
     assert part.grad is not None
     is_summed = torch.allclose(run, wholes.sum(0).chunk(size, dim)[rank])
-    return is_gathered, has_gradient, is_summed, torch.equal(part.grad, wholes[0])
+    return is_gathered, has_gradient, is_shared, is_summed, torch.equal(part.grad, wholes[0])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_runs_are_gathered_and_summed_with_their_gradients(run_ranks: RunRanks, world_size: int, dim: int) -> None:
-    assert run_ranks(gather_and_sum, world_size, dim) == [(True, True, True, True)] * world_size
+    assert run_ranks(gather_and_sum, world_size, dim) == [(True,) * 5] * world_size
 
 
 def loss_of_columns(rank: int, vocabulary: int) -> tuple[float, float]:

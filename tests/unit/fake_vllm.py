@@ -26,6 +26,7 @@ class FakeVllm:
         self.fails: set[str] = set()
         self.cut: set[str] = set()
         self.label = "default"
+        self.seeds: dict[tuple[int, ...], int | None] = {}
         self.num_waiting = 0
         self._changed = threading.Condition()
         self._is_paused = False
@@ -60,6 +61,7 @@ class FakeVllm:
         if route == "weight_info":
             return {"weight_version": self.label}
         if route == "inference/v1/generate":
+            self.seeds[tuple(body["token_ids"])] = body["sampling_params"]["seed"]
             return {"choices": [self._generate()]}
         with self._changed:
             self.calls.append(route)

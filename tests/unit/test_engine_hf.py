@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from moesaic.engines.base import Completion, Sampling
 from moesaic.engines.hf import HfEngine
@@ -181,6 +181,31 @@ def test_sequences_end_at_the_longest_that_the_model_can() -> None:
             engine.generate([[1], tokens], GREEDY)
     with pytest.raises(ValueError, match="64 tokens, and the engine's sequences at most 64"):
         HfEngine(make_model()).generate([[1] * 64], GREEDY)
+
+
+def of_dynamic_rope() -> PreTrainedModel:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    return make_model("qwen3_moe", rope_parameters=rope, max_position_embeddings=32)
+
+
+def of_a_table() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 48, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+
+
+@pytest.mark.parametrize("build", [of_dynamic_rope, of_a_table])
+def test_a_completion_at_the_models_end_disturbs_no_other(build: Callable[[], PreTrainedModel]) -> None:
+    """It goes on in its batch: beyond the table of positions, or to where frequencies change for all rows."""
+    model = build()
+    engine = HfEngine(model, batching="batched")
+    sampling = Sampling(max_tokens=20, temperature=0)
+    ((long,), (short,)) = engine.generate([[1] * 28, [2, 3]], sampling)
+    assert (len(long.tokens), len(short.tokens)) == (4, 20)
+    ((alone,),) = engine.generate([[2, 3]], sampling)
+    assert short.tokens == alone.tokens
+    assert short.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    assert not model._forward_pre_hooks
 
 
 def test_training_mode_and_settings_are_left_as_they_were() -> None:

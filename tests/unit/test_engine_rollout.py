@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from moesaic.cli import app
 from moesaic.engines.prompts import Prompt, encode, read_prompts
-from moesaic.engines.rollout import batch_seed
+from moesaic.engines.rollout import prompt_seed
 from tests.unit.data_tokenizers import build_tokenizer
 from tests.unit.tiny_checkpoints import tiny_config
 
@@ -69,6 +69,9 @@ def test_lines_of_text_and_what_is_written(model: Path, tmp_path: Path) -> None:
     assert len({tuple(row["tokens"]) for row in rows}) == 6
     again = run(model, prompts, "--out", tmp_path / "again.jsonl", *options)
     assert again.exit_code == 0 and rows_of(tmp_path / "again.jsonl") == rows
+    other = run(model, prompts, "--out", tmp_path / "other.jsonl", *options, "--batch-size", 3)
+    assert other.exit_code == 0, other.output
+    assert [row["tokens"] for row in rows_of(tmp_path / "other.jsonl")] == [row["tokens"] for row in rows]
     refused = run(model, prompts, "--out", out)
     assert refused.exit_code == 2 and "exists, and nothing is overwritten" in refused.stderr
     assert rows_of(out) == rows
@@ -181,5 +184,5 @@ def test_a_checkpoint_is_exported_first(model: Path, tmp_path: Path, monkeypatch
 
 
 def test_batches_have_noise_of_their_own() -> None:
-    seeds = {batch_seed(seed, first) for seed in range(3) for first in range(0, 320, 32)}
+    seeds = {prompt_seed(seed, first) for seed in range(3) for first in range(0, 320, 32)}
     assert len(seeds) == 30 and all(0 <= seed < 2**63 for seed in seeds)

@@ -105,6 +105,19 @@ def logits_of(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, 50, generator=torch.Generator().manual_seed(seed))
 
 
+def test_a_seed_of_its_own_makes_a_prompt_independent_of_its_place_in_the_call() -> None:
+    sampling = Sampling(max_tokens=20)
+
+    def noise(seed: int | tuple[int, ...], *prompts: int) -> list[float]:
+        drafts = draft([[prompt] for prompt in prompts], sampling, seed=seed, max_length=64)
+        return [each.noise.random() for group in drafts for each in group]
+
+    first, second, third = noise((5, 6, 7), 1, 2, 3)
+    assert noise((7, 5), 3, 1) == [third, first] and noise((6,), 2) == [second]
+    assert noise((5, 5), 1, 1) == [first, first]
+    assert len({first, second, third}) == 3 and len(set(noise(5, 1, 1, 1))) == 3
+
+
 def test_a_completion_does_not_depend_on_its_batch_mates() -> None:
     sampling = Sampling(max_tokens=20, temperature=1.3, top_k=30, top_p=0.95, n=2)
     prompts = [[1], [2, 3], [4]]

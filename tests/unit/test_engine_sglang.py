@@ -117,13 +117,16 @@ def test_seeds_are_refused_or_each_its_own(server: FakeSglang) -> None:
     server.info["enable_deterministic_inference"] = True
     engine = attach(server)
 
-    def seeds(seed: int | None) -> list[int]:
+    def seeds(seed: int | tuple[int, ...] | None) -> list[int]:
         engine.generate([[1], [1]], Sampling(max_tokens=1, n=2, seed=seed))
         return [each["sampling_seed"] for each in server.calls[-1][1]["sampling_params"]]
 
     assert seeds(3) == seeds(3) and len(set(seeds(3))) == 4
     assert len(set(seeds(3) + seeds(4) + seeds(None) + seeds(None))) == 16
     assert all(0 <= each < 2**63 for each in seeds(2**63 - 1))
+    assert seeds((3, 4)) == [*seeds((9, 3))[2:], *seeds((4, 9))[:2]] and len(set(seeds((3, 4)))) == 4
+    with pytest.raises(ValueError, match="3 seeds for 2 prompts: give one for each, or one in all"):
+        seeds((1, 2, 3))
 
 
 def test_routed_experts(server: FakeSglang) -> None:

@@ -128,6 +128,14 @@ def test_an_answer_that_ends_early_is_a_server_error(fake: FakeVllm) -> None:
     engine.close()
 
 
+def test_each_prompt_may_have_a_seed_of_its_own(fake: FakeVllm) -> None:
+    engine = Client.attach(fake.url)
+    for seed, expected in (((5, 6), (5, 6)), (7, (7, 7)), (None, (None, None))):
+        engine.generate([[1], [2, 3]], Sampling(max_tokens=1, seed=seed))
+        assert (fake.seeds[1,], fake.seeds[2, 3]) == expected
+    engine.close()
+
+
 def test_waking_does_not_resume(fake: FakeVllm) -> None:
     """vLLM goes on by itself once all of it is awake."""
     engine = Client.attach(fake.url)

@@ -44,7 +44,7 @@ class Sampling:
             it is listed.
         n: completions per prompt.
         seed: the same seed, prompts and weights give the same tokens (see the engine on batches); None: others on
-            each call.
+            each call. Of several, one for each prompt: what comes of a prompt doesn't depend on its place in the call.
     """
 
     max_tokens: int
@@ -53,7 +53,7 @@ class Sampling:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
-    seed: int | None = None
+    seed: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         rules = (
@@ -62,13 +62,27 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 (all tokens)"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
             ("n", self.n >= 1, "at least 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None, or 0 to 2**63 - 1"),
+            ("seed", all(0 <= seed < 2**63 for seed in _seeds_of(self.seed)), "None, or 0 to 2**63 - 1 each"),
             ("stop_token_ids", all(token >= 0 for token in self.stop_token_ids), "token ids, none negative"),
         )
         values = {name: getattr(self, name) for name, _, _ in rules}
         problems = [f"{name}={values[name]!r}: {rule}" for name, is_met, rule in rules if not is_met]
         if problems:
             raise ValueError(f"{'; '.join(problems)}.")
+
+    def seed_of(self, prompt: int) -> int | None:
+        """Of the call's prompt with this index; without a seed for each, the call's."""
+        return self.seed[prompt] if isinstance(self.seed, tuple) else self.seed
+
+
+def _seeds_of(seed: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return seed if isinstance(seed, tuple) else () if seed is None else (seed,)
+
+
+def noise_keys(seed: int | tuple[int, ...], num_prompts: int) -> list[tuple[int, ...]]:
+    """What the noise of each prompt's completions comes of, beside the completion's index. With one seed for all, the
+    prompt's index is part of it: else equal prompts would have equal completions."""
+    return [(each,) for each in seed] if isinstance(seed, tuple) else [(seed, index) for index in range(num_prompts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +180,14 @@ class Engine(ABC):
 
         Raises:
             EngineStateError: the engine is paused, asleep, broken or closed.
-            ValueError: no prompt, or an empty one.
+            ValueError: no prompt, or an empty one; or several seeds, and not one for each prompt.
             RanksApart: see there.
         """
         require_tokens(prompts)
+        if isinstance(sampling.seed, tuple) and len(sampling.seed) != len(prompts):
+            raise ValueError(
+                f"{len(sampling.seed)} seeds for {len(prompts)} prompts: give one for each, or one in all."
+            )
         with self._changed:
             self._state = self._state.generate()
         try:

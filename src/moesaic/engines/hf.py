@@ -41,8 +41,9 @@ class HfEngine(Engine):
     """A transformers model that generates, in this process.
 
     The same seed gives a completion the same noise, whatever other prompts are beside it: a stream for each (seed,
-    prompt's index in the call, completion's index). Logits of one batch and another differ in the last digits, so with
-    the same prompts in another batching a token may rarely fall on the other side of a boundary.
+    prompt's index in the call, completion's index), or each (prompt's own seed, completion's index). Logits of one
+    batch and another differ in the last digits, so with the same prompts in another batching a token may rarely fall on
+    the other side of a boundary.
 
     Keys and values live within a call of ``generate`` only, so none is ever stale, and there is nothing to keep while
     the engine is paused: ``pause("keep")`` is refused while requests are in flight. Calls from several threads take
@@ -184,12 +185,13 @@ class HfEngine(Engine):
                 drafts,
                 sampling,
                 max_batch_tokens=self._max_batch_tokens,
+                max_length=self._max_length,
                 recorder=self._recorder,
                 group=self._group,
                 tp_group=self._tp_group,
             )
 
-    def _choose_seed(self, sampling: Sampling) -> int:
+    def _choose_seed(self, sampling: Sampling) -> int | tuple[int, ...]:
         """Of this call; ranks that draw the same tokens have the same."""
         if sampling.seed is not None:
             return sampling.seed
@@ -198,7 +200,9 @@ class HfEngine(Engine):
             dist.broadcast(seed, group_src=0, group=self._tp_group)
         return int(seed.item())
 
-    def _draft(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[list[Draft]]:
+    def _draft(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int | tuple[int, ...]
+    ) -> list[list[Draft]]:
         """Refused on all ranks of a parallelized model where one of them has a prompt that is too long, or of tokens
         that the model doesn't have: on an accelerator these would end the process's use of it."""
         drafts: list[list[Draft]] = []

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from moesaic.engines.base import RanksApart, Sampling
@@ -32,6 +32,7 @@ def generate_batched(
     sampling: Sampling,
     *,
     max_batch_tokens: int,
+    max_length: int,
     recorder: RoutedExperts | None,
     group: dist.ProcessGroup | None,
     tp_group: dist.ProcessGroup | None = None,
@@ -42,6 +43,7 @@ def generate_batched(
     Args:
         tp_group: ranks with the same drafts, that must draw the same tokens.
         max_batch_tokens: rows times the longest sequence that a batch may grow to; a batch has one row at least.
+        max_length: of prompt and completion together.
 
     Raises:
         RanksApart: with a ``group``, what this rank alone came to in a forward, e.g. that it has no memory left.
@@ -49,7 +51,7 @@ def generate_batched(
     batches = list(cut_batches(drafts, max_batch_tokens))
     num_batches, num_steps = _largest([len(batches), max(each.max_tokens for each in drafts)], model.device, group)
     pieces: Pieces = {}
-    with own_generation(model) as config:
+    with own_generation(model) as config, _positions_below(max_length, model):
         config.max_new_tokens = num_steps
         for index in range(num_batches):
             rows = batches[index] if index < len(batches) else [_idle(drafts[0])]
@@ -84,6 +86,22 @@ def own_generation(model: PreTrainedModel) -> Iterator[GenerationConfig]:
         model.generation_config = before
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def _positions_below(limit: int, model: PreTrainedModel) -> Iterator[None]:
+    """A row that is done computes on until its batch is: not beyond a table of positions, nor to where some rotary
+    embeddings turn to other frequencies, for all rows."""
+
+    def clamp(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs.get("position_ids")
+        return args, kwargs if positions is None else {**kwargs, "position_ids": positions.clamp(max=limit - 1)}
+
+    handle = model.register_forward_pre_hook(clamp, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _run_batch(

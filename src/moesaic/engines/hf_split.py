@@ -15,14 +15,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from moesaic.model.buffers import materialize
 from moesaic.model.build import build_on_meta
+from moesaic.model.seam import DOWN, find_experts, up_name
+from moesaic.ops.parking import local_tensor
+from moesaic.ops.placements import local_blocks
 from moesaic.parallel.apply import find_ties
 from moesaic.parallel.experts import ExpertPlan, expert_parallelize_modules
 from moesaic.specs import find_spec, refusal
+from moesaic.weights.agree import raise_together, state_tensors
 
 
 def build_engine_model(
@@ -36,7 +41,7 @@ def build_engine_model(
 ) -> PreTrainedModel:
     """A model of a folder's ``config.json``, with storage and no values, for an ``HfEngine`` that weights come to.
 
-    Whole in this process, unless a mesh is given: then every rank of it must call. No communication.
+    Whole in this process, unless a mesh is given: then every rank of it must call. Over tp the model is tried out.
 
     Args:
         dtype: of the parameters; what the family keeps in fp32 stays so.
@@ -45,7 +50,8 @@ def build_engine_model(
         attn_implementation: as in transformers; None: transformers' choice.
 
     Raises:
-        ValueError: both meshes; a family or sizes that can't be split so.
+        ValueError: both meshes; a family or sizes that can't be split so, or a plan of transformers' that is found to
+            split a part of the model in another way than the next part takes it.
     """
     if tp_mesh is not None and ep_mesh is not None:
         raise ValueError("tp_mesh and ep_mesh: the hf engine splits matrices or experts, not both. Give one of them.")
@@ -55,7 +61,10 @@ def build_engine_model(
     if ep_mesh is not None:
         _split_experts(model, ep_mesh)
     materialize(model, device)
-    return model.eval()
+    model.eval()
+    if tp_mesh is not None:
+        _try_out(model, tp_mesh)
+    return model
 
 
 def _split_matrices(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
@@ -84,6 +93,46 @@ def _size_problems(model: PreTrainedModel, tp_size: int) -> Iterator[str]:
         heads = config.to_dict().get(field)
         if isinstance(heads, int) and heads % tp_size:
             yield f"{field}={heads}"
+
+
+@torch.no_grad()
+def _try_out(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
+    """Some plans split a part of the model only, some tear gates from what they multiply; and some slices are too thin
+    for a kernel. All but the second end a forward: so there is one of one token here, with zeros for weights."""
+    problems = [f"{name} is split across its gates" for name, each in find_experts(model).items() if _is_torn(each)]
+    for tensor in state_tensors(model).values():
+        local_tensor(tensor).zero_()
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
+    except Exception as problem:  # whatever transformers' code says of sizes that don't fit
+        problems.append(f"a forward ends in {type(problem).__name__}: {problem}")
+    error = None
+    if problems:
+        error = ValueError(
+            f"tp_size={tp_mesh.size()}: {type(model).__name__} can't be run as its plan in transformers splits it: "
+            f"{problems[0]}. Set 1 or another size, or split its experts (ep_size)."
+        )
+    raise_together(error, tp_mesh, "trying out the split model")
+
+
+def _is_torn(experts: nn.Module) -> bool:
+    """Whether this rank's columns of the first stacked weight don't make its columns of what the second one takes."""
+    flags = cast(Any, experts)
+    up, down = experts.get_parameter(up_name(experts)), experts.get_parameter(DOWN)
+    if not isinstance(up, DTensor) or not isinstance(down, DTensor):
+        return isinstance(up, DTensor) != isinstance(down, DTensor)
+    rows, columns = (2, 1) if flags.is_transposed else (1, 2)
+    row = torch.linspace(-1, 1, up.size(rows), device=up.device)[None]
+    activate = flags._apply_gate if flags.has_gate else flags.act_fn
+    own, whole = activate(row[:, _held(up, rows)]), activate(row)[:, _held(down, columns)]
+    return own.shape != whole.shape or not torch.allclose(own, whole)
+
+
+def _held(parameter: DTensor, dim: int) -> list[int]:
+    """What this rank holds along ``dim``, in its order."""
+    blocks = local_blocks(parameter.shape, parameter.device_mesh, parameter.placements)
+    runs = {block.local_offset[dim]: range(*block.global_slices[dim].indices(parameter.size(dim))) for block in blocks}
+    return [place for _, run in sorted(runs.items()) for place in run]
 
 
 def _split_experts(model: PreTrainedModel, ep_mesh: DeviceMesh) -> None:

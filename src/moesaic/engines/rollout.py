@@ -102,18 +102,20 @@ def rollout(options: RolloutOptions) -> int:
     return count
 
 
-def batch_seed(seed: int, first: int) -> int:
-    """Of the batch that begins with prompt ``first``: noise of its own for each, the same on each run."""
-    return int(np.random.SeedSequence((seed, first)).generate_state(1, np.uint64)[0] >> 1)
+def prompt_seed(seed: int, index: int) -> int:
+    """Of the prompt with this index: noise of its own for each, the same on each run, in batches of any size."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _generate(
     engine: Engine, encoded: Sequence[list[int]], options: RolloutOptions
 ) -> Iterator[list[tuple[int, int, Completion]]]:
-    seed = secrets.randbits(63) if options.sampling.seed is None else options.sampling.seed
+    seed = options.sampling.seed_of(0)
+    seed = secrets.randbits(63) if seed is None else seed
     for first in range(0, len(encoded), options.batch_size):
         batch = encoded[first : first + options.batch_size]
-        groups = engine.generate(batch, replace(options.sampling, seed=batch_seed(seed, first)))
+        seeds = tuple(prompt_seed(seed, first + offset) for offset in range(len(batch)))
+        groups = engine.generate(batch, replace(options.sampling, seed=seeds))
         yield [
             (first + offset, sample, completion)
             for offset, group in enumerate(groups)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesaic.engines.base import FinishReason, Sampling
+from moesaic.engines.base import FinishReason, Sampling, noise_keys
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class Draft:
     Attributes:
         prompt: its token ids.
         max_tokens: of this completion: what the caller asked for, or less where the sequence would get too long.
-        noise: a stream of its own, from (seed, prompt's index, completion's index).
+        noise: a stream of its own, from (seed, prompt's index, completion's index); from (prompt's seed, completion's
+            index) where each prompt has one.
         finish_reason: None until it is done; from then on nothing is added.
     """
 
@@ -42,8 +43,10 @@ class Draft:
         return self.finish_reason is not None
 
 
-def draft(prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, max_length: int) -> list[list[Draft]]:
-    """``sampling.n`` empty drafts for each prompt.
+def draft(
+    prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int | tuple[int, ...], max_length: int
+) -> list[list[Draft]]:
+    """``sampling.n`` empty drafts for each prompt, with noise by ``seed``.
 
     Raises:
         ValueError: a prompt leaves no room for a token within ``max_length``.
@@ -59,11 +62,11 @@ def draft(prompts: Sequence[Sequence[int]], sampling: Sampling, *, seed: int, ma
             Draft(
                 prompt=tuple(prompt),
                 max_tokens=min(sampling.max_tokens, max_length - len(prompt)),
-                noise=np.random.default_rng((seed, index, sample)),
+                noise=np.random.default_rng((*key, sample)),
             )
             for sample in range(sampling.n)
         ]
-        for index, prompt in enumerate(prompts)
+        for key, prompt in zip(noise_keys(seed, len(prompts)), prompts, strict=True)
     ]
 
 

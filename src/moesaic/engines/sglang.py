@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling, Sources
+from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling, Sources, noise_keys
 from moesaic.engines.server import INCOMPLETE, Routes, ServerError, ServerProcess, require_ok
 from moesaic.engines.sglang_requests import Draft, RoutedLayers, decode_experts, derive_seed, sampling_values
 from moesaic.engines.sglang_server import ServerFacts, SglangOptions, read_facts
@@ -173,9 +173,9 @@ class SglangServer(Engine):
         return [
             Draft(
                 prompt=list(map(int, prompt)),
-                seed=derive_seed(base, index, sample) if is_random and self._facts.has_seeds else None,
+                seed=derive_seed(*key, sample) if is_random and self._facts.has_seeds else None,
             )
-            for index, prompt in enumerate(prompts)
+            for key, prompt in zip(noise_keys(base, len(prompts)), prompts, strict=True)
             for sample in range(sampling.n)
         ]
 

@@ -103,9 +103,9 @@ def sampling_values(sampling: Sampling, num_done: int, seed: int | None) -> dict
     }
 
 
-def derive_seed(base: int, index: int, sample: int) -> int:
-    """A seed of its own for completion ``sample`` of prompt ``index``: 0 to 2**63 - 1."""
-    return int(np.random.SeedSequence((base, index, sample)).generate_state(1, np.uint64)[0] >> 1)
+def derive_seed(*key: int) -> int:
+    """A seed of its own for each key (``engines/base.py::noise_keys``, and the completion's index): 0 to 2**63 - 1."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 def decode_experts(text: str | None, routed: RoutedLayers, num_positions: int) -> Tensor:

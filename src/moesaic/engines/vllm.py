@@ -179,8 +179,8 @@ class VllmServer(Engine):
         num_each, n = (sampling.n, 1) if sampling.temperature == 0 else (1, sampling.n)
         values = sampling_values(sampling) | {"n": n}
         requests = [
-            {"token_ids": list(map(int, prompt)), "sampling_params": values}
-            for prompt in prompts
+            {"token_ids": list(map(int, prompt)), "sampling_params": values | {"seed": sampling.seed_of(index)}}
+            for index, prompt in enumerate(prompts)
             for _ in range(num_each)
         ]
         post = partial(self._post, "inference/v1/generate", routes=self._routes)
@@ -359,8 +359,8 @@ class VllmServer(Engine):
 
 
 def sampling_values(sampling: Sampling) -> dict[str, Any]:
-    """vLLM's sampling parameters, all that could come from elsewhere written out. Log-probabilities: of the sampled
-    token alone, raw by ``--logprobs-mode``."""
+    """vLLM's sampling parameters, all that could come from elsewhere written out, but for each prompt's ``seed``.
+    Log-probabilities: of the sampled token alone, raw by ``--logprobs-mode``."""
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -373,7 +373,6 @@ def sampling_values(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
         "n": sampling.n,
-        "seed": sampling.seed,
         "logprobs": 0,
         "detokenize": False,
     }

@@ -89,8 +89,13 @@ class VllmLocal(Engine):
 
         # vLLM refuses n > 1 where it is greedy.
         num_each, n = (sampling.n, 1) if sampling.temperature == 0 else (1, sampling.n)
-        params = SamplingParams(**(sampling_values(sampling) | {"n": n}))
+        values = sampling_values(sampling) | {"n": n}
         inputs: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(num_each)]
+        params = [
+            SamplingParams(**values, seed=sampling.seed_of(index))
+            for index in range(len(prompts))
+            for _ in range(num_each)
+        ]
         with self._one_call, _noise_kept():
             torch.manual_seed(secrets.randbits(63))  # what a request without seed is drawn from
             answers = self._llm.generate(inputs, params, use_tqdm=False)

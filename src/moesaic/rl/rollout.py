@@ -107,8 +107,8 @@ class Rollout:
 
     Args:
         seat: this rank's part.
-        seed: of the run. With it, the step, the replica and the number of the call, noise is drawn: a step that is
-            repeated draws the same.
+        seed: of the run. With it, the step, a request's place in it and the number of its call, noise is drawn: a step
+            that is repeated draws the same, and so does one on other ranks.
         stop_token_ids: tokens that end a turn.
         max_turns: of the model in one trajectory.
         make_environment: of a prompt's row, for trajectories of several turns; called on the rank that generates.

@@ -53,6 +53,7 @@ class TurnOptions:
 class _Line:
     """A request on its way. ``turn_start``: where the turn's tokens begin; ``num_tries``: calls that broke it off."""
 
+    place: int
     trajectory: Trajectory
     environment: Environment | None = None
     turn_start: int = 0
@@ -77,7 +78,8 @@ class Turns:
         requests: of this rank, by place; unfinished trajectories.
         filler: tokens to ask for where this rank has no request left and others of its group have.
         sampling: how tokens are drawn; ``max_tokens``, ``n`` and ``seed`` are set for each call.
-        key: what the seeds of the calls are made of.
+        key: what seeds are made of, beside a request's place and the number of its call: whichever replica answers a
+            request, its noise is the same.
 
     Attributes:
         num_aborted: completions that the engine broke off.
@@ -98,8 +100,10 @@ class Turns:
         self.num_aborted = 0
         self.num_failures = 0
         self._engine, self._seat, self._options = engine, seat, options
-        self._filler, self._sampling, self._key = filler, sampling, (*key, seat.replica)
-        self._lines = {place: _Line(trajectory=each, turn_start=len(each.tokens)) for place, each in requests.items()}
+        self._filler, self._sampling, self._key = filler, sampling, key
+        self._lines = {
+            place: _Line(place=place, trajectory=each, turn_start=len(each.tokens)) for place, each in requests.items()
+        }
 
     @property
     def trajectories(self) -> dict[int, Trajectory]:
@@ -138,14 +142,15 @@ class Turns:
 
     def _call(self, lines: Sequence[_Line], number: int) -> None:
         """One call of the engine, and what follows from it."""
-        seed = request_seed(*self._key, number)
         if not lines:
-            self._engine.generate([self._filler], replace(self._sampling, max_tokens=1, n=1, seed=seed))
+            self._engine.generate([self._filler], replace(self._sampling, max_tokens=1, n=1, seed=0))
             return
+        # A line is in every call from the first on until it is done, so ``number`` counts its own.
+        seeds = tuple(request_seed(*self._key, line.place, number) for line in lines)
         most = max(self._options.max_tokens - len(line.trajectory.tokens) for line in lines)
         prompts = [line.trajectory.prompt.tokens + line.trajectory.tokens for line in lines]
         try:
-            answers = self._engine.generate(prompts, replace(self._sampling, max_tokens=most, n=1, seed=seed))
+            answers = self._engine.generate(prompts, replace(self._sampling, max_tokens=most, n=1, seed=seeds))
         except BaseException:
             self._keep(lines, self._engine.salvage())
             raise
