@@ -202,6 +202,31 @@ def test_a_checkpoint_is_replaced_before_the_old_one_is_deleted(run_ranks, tmp_p
     assert find_latest(tmp_path) == tmp_path / "step-000001"
 
 
+def break_off_between_models(rank: int, folder: str) -> tuple[list[str], list[bool]]:
+    """The run ends when the first model is written and the second is not; the next run writes that step anew."""
+    state = build_state(seed=0)
+    other = build_state(seed=1)
+    state = replace(state, others={"critic": other})
+    with pytest.raises(OSError, match="gone"):
+        save_checkpoint(Path(folder), state, step=1, turn=end_at_critic)
+    assert find_latest(Path(folder)) is None
+    left = sorted(path.name for path in Path(folder).iterdir())
+    path = save_checkpoint(Path(folder), state, step=1)
+    again = replace(build_state(seed=2), others={"critic": build_state(seed=3)})
+    load_checkpoint(path, again)
+    pairs = ((state, again), (other, again.others["critic"]))
+    return left, [all(map(torch.equal, whole(a).values(), whole(b).values())) for a, b in pairs]
+
+
+def end_at_critic(name: str | None) -> None:
+    if name == "critic":
+        raise OSError("gone")
+
+
+def test_a_checkpoint_of_two_models_counts_when_both_are_written(run_ranks, tmp_path: Path) -> None:
+    assert run_ranks(break_off_between_models, 1, str(tmp_path))[0] == (["step-000001.tmp"], [True, True])
+
+
 def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:
     assert find_latest(tmp_path) is None
     for name in ("step-000005", "step-000020.tmp", "step-000030", "step-x"):

@@ -24,7 +24,8 @@ from moesaic.engines.hf import HfEngine
 from moesaic.rl import learn, loop, rollout, update
 from moesaic.rl.loop import train_rl
 from moesaic.rl.rewards import RewardFunctions
-from tests.dist.rl_runs import SAMPLING, TurnsOfPlaces, recipe_of, save_sources
+from moesaic.rl.types import Trajectory
+from tests.dist.rl_runs import NUM_PROMPTS, SAMPLING, SkewedTurns, recipe_of, save_sources
 from tests.dist.test_rl_run import read_metrics, read_samples, read_weights
 from tests.pool import RankFailed, RunRanks
 
@@ -121,15 +122,36 @@ def test_held_out_prompts_are_judged_by_the_reward_model(run_ranks: RunRanks, so
     assert len(found) == 3
     for metrics in found:
         for name in (str(source / "train.jsonl"), "marks"):
-            whole, score = (metrics[f"val-core/{name}/{kind}/mean@2"] for kind in ("reward", "reward_model"))
-            assert whole == pytest.approx(2 * score) and score != 0
+            score = metrics[f"val-aux/{name}/reward_model/mean@2"]
+            assert metrics[f"val-core/{name}/reward/mean@2"] == pytest.approx(2 * score) and score != 0
     assert len({each["val-core/marks/reward/mean@2"] for each in found}) == 3
     sample = read_samples(tmp_path, 1)[0]
     assert sample["reward"] == pytest.approx(2 * sample["rewards"]["reward_model"] + sample["rewards"]["overlong"])
     assert read_metrics(tmp_path, "rl")[1]["rollout/weight_version"] == 1
 
 
-class TurnsBrokenOff(TurnsOfPlaces):
+def end_in_the_last_validation(rank: int, recipe: Recipe) -> None:
+    validate = loop._validate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_validate", lambda run, step, writer: (poisoned if step else validate)(run, step, writer))
+        train_rl(recipe)
+
+
+def test_a_validation_that_was_broken_off_is_made_by_the_resumed_run(
+    run_ranks: RunRanks, source: Path, tmp_path: Path
+) -> None:
+    """Its step is in the checkpoint; the run may have had no further one."""
+    fields = {"max_steps": 1, "eval_dataset": {"path": str(source / "train.jsonl"), "format": "prompt"}}
+    with pytest.raises(RankFailed):
+        run_ranks(end_in_the_last_validation, 2, recipe_of(source, tmp_path / "run", 2, **fields))
+    run_ranks(run, 2, recipe_of(source, tmp_path / "run", 2, **fields, resume_from_checkpoint="auto"))
+    run_ranks(run, 2, recipe_of(source, tmp_path / "straight", 2, **fields))
+    assert read_metrics(tmp_path / "run", "val") == read_metrics(tmp_path / "straight", "val")
+    ours, theirs = (read_weights(tmp_path / name / "export") for name in ("run", "straight"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class TurnsBrokenOff(SkewedTurns):
     """The engine breaks a fresh request of place 1 off after two tokens, as often as it is asked."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -137,12 +159,19 @@ class TurnsBrokenOff(TurnsOfPlaces):
         self._fresh = {place for place, line in self._lines.items() if not line.trajectory.tokens}
 
     def _add(self, lines: Sequence[Any], answers: Sequence[Sequence[Completion]]) -> None:
-        if any(place == 1 and line is lines[0] and place in self._fresh for place, line in self._lines.items()):
-            room = max(0, 2 - len(lines[0].trajectory.tokens))
-            ((whole,),) = answers
-            part = replace(whole, tokens=whole.tokens[:room], logprobs=whole.logprobs[:room], finish_reason="aborted")
-            answers = [[part]]
-        super()._add(lines, answers)
+        super()._add(
+            lines,
+            [
+                [self._broken_off(line.trajectory, each) for each in group]
+                if line.place == 1 and line.place in self._fresh
+                else group
+                for line, group in zip(lines, answers, strict=True)
+            ],
+        )
+
+    def _broken_off(self, trajectory: Trajectory, whole: Completion) -> Completion:
+        room = max(0, 2 - len(trajectory.tokens))
+        return replace(whole, tokens=whole.tokens[:room], logprobs=whole.logprobs[:room], finish_reason="aborted")
 
 
 def run_broken_off(rank: int, recipe: Recipe) -> None:
@@ -170,6 +199,15 @@ def test_what_was_begun_is_gone_on_with_also_in_a_resumed_run(
         assert read_samples(tmp_path / "straight", step) == read_samples(tmp_path / "resumed", step)
     straight, resumed = (read_weights(tmp_path / name / "export") for name in ("straight", "resumed"))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_the_prompt_of_a_group_that_waits_is_not_asked_again(run_ranks: RunRanks, source: Path, tmp_path: Path) -> None:
+    """A step asks all prompts there are: the next epoch has the one that waits, too."""
+    fields = {"rollout": {"stop_token_ids": [], "sampling": SAMPLING}, "global_batch_size": NUM_PROMPTS}
+    run_ranks(run_broken_off, 2, recipe_of(source, tmp_path, 2, **fields))
+    assert [each["rollout/partial_groups"] for each in read_metrics(tmp_path, "rl")] == [1, 0]
+    prompts = [each["prompt"] for each in read_samples(tmp_path, 2)]
+    assert len(prompts) == 2 * NUM_PROMPTS and len(set(prompts)) == NUM_PROMPTS
 
 
 # ------------------------------------------------------------------------------------------- through the command line

@@ -19,7 +19,7 @@ from moesaic.data.shard import shard_batch
 from moesaic.engines.base import Sampling
 from moesaic.engines.hf import HfEngine
 from moesaic.engines.states import EngineStateError
-from moesaic.ops.parking import FileTier, Parking, build_tier, local_tensor, return_freed_memory
+from moesaic.ops.parking import FileTier, build_tier, local_tensor, return_freed_memory
 from moesaic.rl.budget import Row, State, budget_text, count_resident, optimizer_tensors
 from moesaic.rl.memory import HandOver, HandOverError
 from moesaic.rl.roles import Role, Roles, build_roles
@@ -347,8 +347,12 @@ def break_the_rules(rank: int, model: Path, folder: Path) -> list[str]:
     apart = ("critic", "actor")[rank % 2]
     refused(lambda: hand_over.enter(State.TRAIN, apart), RuntimeError)
     hand_over.enter(State.TRAIN, "critic")
+    assert roles.critic is not None
+    run_forward(roles.critic, rank)
+    messages += [refused(lambda: run_forward(roles.actor, rank))]  # it has no memory to be read
     hand_over.close()
-    return [*messages, refused(lambda: hand_over.enter(State.ASLEEP))]
+    run_forward(roles.critic, rank)
+    return [*messages, refused(lambda: run_forward(roles.actor, rank)), refused(lambda: hand_over.enter(State.ASLEEP))]
 
 
 def test_turns_that_can_not_follow_are_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -365,6 +369,8 @@ def test_turns_that_can_not_follow_are_refused(run_ranks: RunRanks, tmp_path: Pa
             "ROLLOUT can't follow TRAIN actor: the engines don't have",
             "actor can't be added in TRAIN actor",
             "ROLLOUT can't follow ASLEEP: the engines don't have",
+            "actor: its weights are parked; enter TRAIN actor first",
+            "actor: its weights are parked",
             "it is closed",
         ),
         strict=True,
@@ -459,40 +465,3 @@ def leave_requests_behind(rank: int, model: Path, folder: Path) -> None:
     hook.remove()
     hand_over.enter(State.TRAIN, "actor")
     hand_over.close()
-
-
-# ------------------------------------------------------------------------------------------------------- one process
-
-
-def test_views_and_shared_storages_come_back_as_they_were(tmp_path: Path) -> None:
-    big = torch.randn(3, 4)
-    tensors = [big, big[1:], torch.arange(5), torch.zeros(0), torch.tensor(7.0)]
-    before = [each.clone() for each in tensors]
-    parking = Parking(build_tier("cpu", tmp_path / "new"))
-    parking.park(tensors)
-    assert parking.is_parked and parking.num_bytes == 48 + 40 + 4
-    assert all(each.untyped_storage().nbytes() == 0 for each in tensors)
-    assert [each.shape for each in tensors] == [each.shape for each in before]
-    parking.bring_back()
-    assert not parking.is_parked and all(map(torch.equal, tensors, before))
-    big += 1
-    assert torch.equal(tensors[1], before[1] + 1), "still a view of the other"
-
-
-def test_storages_of_any_sizes_lie_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moesaic.ops.parking.MAP_BYTES", 10_000)
-    tensors = [torch.rand(size) for size in (1, 2000, 900, 3000, 1, 1, 5000, 10, 2500)]
-    before = [each.clone() for each in tensors]
-    parking = Parking(FileTier(tmp_path))
-    for _ in range(2):
-        parking.park(tensors)
-        parking.bring_back()
-        assert all(map(torch.equal, tensors, before))
-
-
-def test_what_is_dropped_comes_back_as_large(tmp_path: Path) -> None:
-    tensor = torch.rand(100)
-    parking = Parking(FileTier(tmp_path / "never made"))
-    parking.park([tensor], keeps=False)
-    parking.bring_back()
-    assert tensor.untyped_storage().nbytes() == 400 and not (tmp_path / "never made").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moesaic.config import MoesaicConfig, Recipe, check_recipe
+from moesaic.config import MoesaicConfig, Recipe, RecipeError, check_recipe
 from moesaic.rl.loop import train_rl
 from moesaic.rl.trainer import RlTrainer
+from moesaic.runtime import StartError
 from tests.pool import RunRanks
 from tests.unit.data_tokenizers import build_tokenizer
 from tests.unit.tiny_checkpoints import save_tiny
 
 NUM_ROWS, NUM_STEPS = 12, 4
 SAMPLING = {"n": 2, "max_tokens": 6}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "rl.md"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,9 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_model(
         assert metrics["critic/score/mean"] == pytest.approx(sum(each["reward"] for each in samples) / 8)
         assert all(each["versions"] == [number - 1, number - 1] for each in samples), "on-policy: the newest weights"
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
+        assert metrics["num_turns/max"] == 1 and metrics["prompt_length/max"] > metrics["prompt_length/min"]
+        num_tokens = 8 * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
+        assert metrics["perf/throughput"] == pytest.approx(num_tokens / metrics["timing_s/step"] / 4)
         assert metrics["actor/num_skipped"] == 0 and metrics["actor/grad_norm"] > 0
         for phase in ("gen", "reward", "old_log_prob", "ref", "update_actor", "update_weights"):
             assert metrics[f"timing_s/{phase}"] > 0
@@ -132,6 +138,24 @@ def test_a_run_that_goes_on_is_one_that_never_stopped(
     kept = [[{key: value for key, value in each.items() if _repeats(key)} for each in run] for run in (ours, theirs)]
     assert kept[0] == kept[1]
     assert ours[0]["actor/reward_kl_penalty_coeff"] != 0.1, "the coefficient adapts"
+    epochs = [each["training/epoch"] for each in read_metrics(tmp_path / "straight", "rl")]
+    assert epochs == [0, 0, 0, 1], "an epoch is three steps"
+
+    # A resumption that is refused leaves the run as it was: its recipe is what its checkpoints are exported by.
+    others = {"train_dataset": str(source / "eval.jsonl"), "ref": {"ep_size": 4}}
+    auto = {**fields, "resume_from_checkpoint": "auto"}
+    names = ("recipe.yaml", "meshes.txt", "memory.txt", "environment.json")
+    before = [(tmp_path / "straight" / name).read_text() for name in names]
+    for changed, words in ((others, "num_prompts"), ({"max_steps": 3}, "4 steps done, and the run ends after 3")):
+        recipe = recipe_of(source, tmp_path / "straight", **auto, **changed)
+        assert words in run_ranks(refuse_on_rank, 4, recipe)[0]
+    assert [(tmp_path / "straight" / name).read_text() for name in names] == before
+
+
+def refuse_on_rank(rank: int, recipe: Recipe) -> str:
+    with pytest.raises(StartError) as caught:
+        train_rl(recipe)
+    return str(caught.value)
 
 
 def _repeats(name: str) -> bool:
@@ -177,18 +201,47 @@ def test_roles_of_different_topologies_take_turns(run_ranks: RunRanks, source: P
     assert all(role in meshes for role in ("actor", "critic", "ref"))
 
 
-def test_from_python_in_ten_lines(run_ranks: RunRanks, source: Path, tmp_path: Path) -> None:
-    run_ranks(ten_lines, 1, source, tmp_path)
-    assert len(read_metrics(tmp_path, "rl")) == 1
-    asked = {each["prompt"] for each in read_samples(tmp_path, 1)}
-    assert len(asked) == 4 and all(any(f"{n}+1=" in prompt for n in range(4)) for prompt in asked)
+def test_from_python_in_ten_lines(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """The example of docs/rl.md as it stands there, but for the folders and the number of steps."""
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(code.strip().splitlines()) <= 10
+    model = tmp_path / "model"
+    save_tiny(model, "qwen3_moe", vocab_size=320, max_position_embeddings=1024)
+    build_tokenizer().save_pretrained(model)
+    for theirs, ours in (("models/tiny", model), ("runs/sums", tmp_path), ('"max_steps": 50', '"max_steps": 2')):
+        assert theirs in code
+        code = code.replace(theirs, str(ours))
+    run_ranks(run_code, 1, code)
+    assert len(read_metrics(tmp_path, "rl")) == 2
+    samples = read_samples(tmp_path, 1)
+    assert len(samples) == 16 * 8 and all(re.search(r"\d \+ \d =", each["prompt"]) for each in samples)
 
 
-def ten_lines(rank: int, source: Path, folder: Path) -> None:
-    def reward(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-        return [float(right in text) + len(text) / 100 for text, right in zip(completions, answer, strict=True)]
+def run_code(rank: int, code: str) -> None:
+    exec(compile(code, "docs/rl.md", "exec"), {})
 
-    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
-    fields = {"model": str(source / "model"), "output_dir": str(folder), "global_batch_size": 4, "max_steps": 1}
-    rollout = {"max_prompt_length": 48, "sampling": SAMPLING}
-    RlTrainer({**fields, "rollout": rollout, "bf16": False}, reward_fn=reward, dataset=rows).train()
+
+def test_rows_given_for_another_run_leave_those_of_an_earlier_one(source: Path, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "model": str(source / "model"),
+        "output_dir": str(tmp_path),
+        "global_batch_size": 1,
+        "max_steps": 1,
+        "rollout": {"max_prompt_length": 48, "sampling": SAMPLING},
+    }
+
+    def build(*answers: str, **more: Any) -> Path:
+        rows = [{"prompt": f"{answer}?", "answer": answer} for answer in answers]
+        recipe = RlTrainer({**fields, **more}, reward_fn=len, dataset=rows).recipe
+        return Path(recipe.train_dataset[0].path)
+
+    first = build("1", "2")
+    begun = first.read_text()
+    (tmp_path / "step-000001").mkdir()
+    (tmp_path / "step-000001" / ".metadata").touch()
+    with pytest.raises(RecipeError, match="holds an earlier run"):
+        build("3")
+    assert first.read_text() == begun
+    build("3", resume_from_checkpoint="auto")  # it will be refused, by what the checkpoint says of its prompts
+    assert first.read_text() == begun
+    assert build("1", "2", resume_from_checkpoint="auto") == first

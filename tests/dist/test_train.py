@@ -107,6 +107,15 @@ def test_a_run_its_files_and_its_resumption(run_ranks, source: Path, tmp_path: P
     losses = [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "resumed", "train")]
     assert losses == [(line["step"], line["loss"]) for line in steps[2:]]
 
+    # A resumption that is refused leaves the run as it was: its recipe is what its checkpoints are exported by.
+    shorter = tmp_path / "shorter.jsonl"
+    shorter.write_text("".join((source / "train.jsonl").read_text().splitlines(keepends=True)[:-1]))
+    other = recipe_of(source, folder, resume_from_checkpoint="auto", train_dataset=str(shorter), max_steps=5)
+    assert "num_samples" in run_ranks(refuse_on_rank, 4, other)[0]
+    ended = recipe_of(source, folder, resume_from_checkpoint="auto", max_steps=3)
+    assert "4 steps done, and the run ends after 3" in run_ranks(refuse_on_rank, 4, ended)[0]
+    assert load_saved_recipe(folder / "recipe.yaml") == straight
+
 
 def held_out(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_metrics(folder, "eval")}

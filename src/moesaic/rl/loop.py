@@ -86,8 +86,8 @@ def _train_steps(run: RlRun, writer: RlWriter | None) -> None:
     """All steps; ``writer`` is rank 0's."""
     recipe = run.recipe
     _sync(run, run.first_step)
-    if run.first_step == 0 and run.held_out:
-        _validate(run, 0, writer)
+    if _is_validated(run, run.first_step):  # a resumed run can't know whether it was
+        _validate(run, run.first_step, writer)
     run.timer.take()  # a step's times are those of a step
     for step in range(run.first_step + 1, run.num_steps + 1):
         metrics = _one_step(run, step)
@@ -99,13 +99,21 @@ def _train_steps(run: RlRun, writer: RlWriter | None) -> None:
                     delete_old_checkpoints(run.output_dir, folder, recipe.save_total_limit)
         if not is_last or run.held_out:
             _sync(run, step)
-        if run.held_out and (is_last or (recipe.eval_steps is not None and step % recipe.eval_steps == 0)):
+        if _is_validated(run, step):
             _validate(run, step, writer)
         metrics |= run.timer.take()
+        num_tokens = metrics.get("perf/total_num_tokens", 0.0)
+        metrics["perf/throughput"] = num_tokens / metrics["timing_s/step"] / dist.get_world_size()
         if writer is not None:
             writer.advance(step)
             if is_last or step % recipe.logging_steps == 0:
                 writer.write_step(step, metrics)
+
+
+def _is_validated(run: RlRun, step: int) -> bool:
+    """Whether held-out prompts are scored after ``step`` steps: none, every ``eval_steps``, and all."""
+    every = run.recipe.eval_steps
+    return bool(run.held_out) and (step in (0, run.num_steps) or (every is not None and step % every == 0))
 
 
 def _sync(run: RlRun, version: int) -> None:
@@ -118,15 +126,18 @@ def _sync(run: RlRun, version: int) -> None:
 
 def _one_step(run: RlRun, step: int) -> dict[str, float]:
     """Roll out with the weights of the step before, and learn; the engines sleep afterwards."""
+    epoch = run.prompts.epoch  # of the step's first prompt
     collected, greedy = _roll_out(run, step)
     metrics = dict(collected.metrics)
     metrics |= {
         "training/global_step": float(step),
-        "training/epoch": float(run.prompts.epoch),
+        "training/epoch": float(epoch),
         "rollout/weight_version": float(run.engines.engine.version),
     }
     if not collected.trajectories:
-        logger.warning("step %d: no group of completions has rewards that differ: nothing to learn from", step)
+        if dist.get_rank() == 0:
+            kinds = [f"{metrics[f'rollout/{kind}_groups']:.0f} {kind}" for kind in ("filtered", "partial")]
+            logger.warning("step %d: no group of completions to learn from: %s", step, ", ".join(kinds))
         return metrics
     learned = run.learner.learn(step, collected.trajectories, collected.rewards, greedy)
     if dist.get_rank() == 0:
@@ -149,7 +160,7 @@ def _roll_out(run: RlRun, step: int) -> tuple[Collected[Reward], Rewarded | None
     recipe = run.recipe
     sampling, algorithm = recipe.rollout.sampling, recipe.algorithm
 
-    asked: list[Prompt] = []  # no prompt twice in a step
+    asked = [group[0].prompt for group in run.rollout.partials]  # no prompt twice in a step
 
     def draw(num: int) -> list[Prompt]:
         drawn = run.prompts.next(num, without=asked)

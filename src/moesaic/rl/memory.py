@@ -18,15 +18,17 @@ On an accelerator they are in pinned host memory; that way has not been run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from moesaic.engines.base import Engine
 from moesaic.engines.hf import HfEngine
-from moesaic.ops.parking import Parking, Tier
+from moesaic.ops.parking import Parking, Tier, local_tensor
 from moesaic.rl.budget import Row, State, What, budget_table, needs, tensors_of
 from moesaic.rl.roles import Role
 from moesaic.weights.agree import raise_together
@@ -101,7 +103,7 @@ class HandOver:
         return sum(parking.num_bytes for parking in self._parkings.values())
 
     def add(self, role: Role) -> None:
-        """Take ``role`` in, and park it. While ASLEEP; every rank must call it.
+        """Take ``role`` in, and park it: its model refuses a forward then. While ASLEEP; every rank must call it.
 
         Raises:
             HandOverError: it isn't ASLEEP, or has a role of that name.
@@ -114,6 +116,8 @@ class HandOver:
         self._roles[role.name] = role
         for what in KINDS:
             self._parkings[role.name, what] = Parking(self._tier)
+        # Before FSDP's own: what reads memory that isn't there ends the process without a word.
+        role.model.register_forward_pre_hook(partial(_require_weights, role.name), prepend=True)
         self._agree(lambda: self._make_room(role, ()), f"parking {role.name}", 0)
 
     def add_engines(self, engines: Iterable[Engine]) -> None:
@@ -241,6 +245,12 @@ class HandOver:
     def _mesh(self) -> DeviceMesh | None:
         """All ranks."""
         return next((role.meshes.data for role in self._roles.values()), None)
+
+
+def _require_weights(name: str, model: nn.Module, _inputs: object) -> None:
+    parts = map(local_tensor, model.parameters())
+    if any(part.numel() and not part.untyped_storage().nbytes() for part in parts):
+        raise HandOverError(f"{name}: its weights are parked; enter TRAIN {name} first.")
 
 
 def _text(state: State, role: str | None) -> str:

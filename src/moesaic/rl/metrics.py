@@ -54,7 +54,7 @@ def batch_metrics(
     metrics |= spread("response_length", lengths) | spread("prompt_length", prompts)
     metrics["response_length/clip_ratio"] = float((lengths >= max_tokens).float().mean())
     metrics["response/aborted_ratio"] = sum(each.finish_reason == "aborted" for each in trajectories) / len(lengths)
-    metrics["num_turns/mean"] = sum(each.num_turns for each in trajectories) / len(lengths)
+    metrics |= spread("num_turns", torch.tensor([each.num_turns for each in trajectories]))
     metrics["reward/num_failed"] = float(sum(each.num_failed for each in rewards))
     for name in sorted({name for each in rewards for name in each.components}):
         values = [each.components[name] for each in rewards if name in each.components]
@@ -125,8 +125,9 @@ class RlWriter(RunWriter):
         """Scores on the held-out prompts, after ``step`` steps."""
         self.append({"kind": "val", "step": step, "metrics": dict(metrics)})
         self.plot(metrics, step)
-        shown = {name.removeprefix("val-core/"): value for name, value in metrics.items() if "/reward/" in name}
-        self.print("  ".join([self._where(step), *(f"{name} {value:.4f}" for name, value in shown.items())]))
+        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        shown = [f"{name.removeprefix('val-core/')} {value:.4f}" for name, value in core.items()]
+        self.print("  ".join([self._where(step), *shown]))
 
     def _where(self, step: int) -> str:
         return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"

@@ -31,7 +31,14 @@ from moesaic.rl.types import Prompt
 from moesaic.rl.vocabulary import require_same_tokens
 from moesaic.runtime import device_type
 from moesaic.train.router import build_router_training
-from moesaic.train.setup import agree_on_checkpoint, join, router_options, save_kernel_facts, save_run_facts
+from moesaic.train.setup import (
+    agree_on_checkpoint,
+    join,
+    refuse_later_steps,
+    router_options,
+    save_kernel_facts,
+    save_run_facts,
+)
 from moesaic.weights.family import require_known_layout
 
 BUDGET = "memory.txt"
@@ -117,7 +124,6 @@ def build_rl_run(recipe: Recipe, reward_fns: Sequence[Callable[..., Any]] = ()) 
         roles = build_roles(recipe, num_steps=num_steps, when_built=hand_over.add)
         engines = build_rollout(recipe, roles.actor)
         hand_over.add_engines(engines.engines)
-        _save_facts(recipe, roles, hand_over)
         require_known_layout(roles.actor.model)
         make_environment = None
         if recipe.rollout.environment is not None:
@@ -143,9 +149,12 @@ def build_rl_run(recipe: Recipe, reward_fns: Sequence[Callable[..., Any]] = ()) 
             num_steps=num_steps,
             first_step=0,
         )
-        if checkpoint is None:
-            return run
-        return replace(run, first_step=load_rl_checkpoint(checkpoint, run.state))
+        if checkpoint is not None:
+            run = replace(run, first_step=load_rl_checkpoint(checkpoint, run.state))
+            refuse_later_steps(run.first_step, num_steps)
+        # Last: where a resumption is refused, the folder says what the run was.
+        _save_facts(recipe, roles, hand_over)
+        return run
     except BaseException:
         hand_over.close()
         raise

@@ -15,6 +15,7 @@ The script runs as it is in one process, and under ``torchrun --nproc-per-node 4
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ from moesaic.config import Recipe
 from moesaic.config.load import build_recipe, read_mapping
 from moesaic.config.problem import RecipeError
 
-ROWS = "prompts.jsonl"
-
 
 class RlTrainer:
     """One run.
@@ -34,7 +33,7 @@ class RlTrainer:
         recipe: a YAML file, fields as YAML gives them, or a ``Recipe``; ``stage`` is ``rl`` where it doesn't say.
         reward_fn: one function or several, in verl's or TRL's signature (``rl/rewards.py``), beside the recipe's.
         dataset: rows to ask instead of the recipe's ``train_dataset``; JSON values. They are written to
-            ``prompts.jsonl`` in the run's folder, and belong to the run: it goes on only with the same.
+            ``prompts-<checksum>.jsonl`` in the run's folder, and belong to the run: it goes on only with the same.
         fields: of the recipe, in place of its own.
 
     Raises:
@@ -54,9 +53,8 @@ class RlTrainer:
         data, problems = _fields_of(recipe)
         data = {"stage": "rl", **data, **fields}
         if dataset is not None:
-            path = Path(data.get("output_dir", Recipe.model_fields["output_dir"].default)) / ROWS
-            _save_rows(dataset, path)
-            data["train_dataset"] = {"path": str(path), "format": "prompt"}
+            folder = Path(data.get("output_dir", Recipe.model_fields["output_dir"].default))
+            data["train_dataset"] = {"path": str(_save_rows(dataset, folder)), "format": "prompt"}
         # What is given here rewards; the recipe need not.
         ignored = frozenset({"reward.functions"}) if self._reward_fns else frozenset()
         world_size = runtime.world_size_from_launcher()
@@ -80,9 +78,15 @@ def _fields_of(recipe: Path | str | Mapping[str, Any] | Recipe) -> tuple[dict[st
     return data, problems
 
 
-def _save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """By every rank, each the same: a name of its own first, so that none reads another's half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _save_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """By every rank, each the same: a name of its own first, so that none reads another's half.
+
+    Other rows have another name: those of an earlier run in ``folder`` stay, whatever it is now given.
+    """
+    text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+    path = folder / f"prompts-{zlib.crc32(text.encode()):08x}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{runtime.rank_from_launcher()}")
-    scratch.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows), encoding="utf-8")
+    scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
+    return path

@@ -1,7 +1,9 @@
-"""Scores on held-out prompts, over several completions each: the mean, the best of k, the majority's of k.
+"""Scores on held-out prompts, over several completions each: the mean, the best of k, the majority's.
 
-Names as verl has them: ``val-core/<data source>/<score>/mean@k``, ``best@k``, ``maj@k``. verl draws the k at random;
-here they are the expectations, exactly.
+Names are verl's: ``<section>/<data source>/<score>/mean@n``, ``best@k/mean``, ``maj@n/mean``. ``val-core`` is the
+section of what counts of a source: all n completions' accuracy (``acc``) where it has one, else their reward;
+``val-aux`` that of the rest. verl draws the k with replacement, 1,000 times; here they are k different completions, and
+the expectation is exact: ``best@n`` is the best there is.
 """
 
 from __future__ import annotations
@@ -30,32 +32,36 @@ class Scored:
 
 
 def summarize(scored: Iterable[Scored]) -> dict[str, float]:
-    """Means over prompts, by data source and score. Of n completions each: ``mean@n``; ``best@k`` for k = 2, 4, .. and
-    n; ``maj@n`` where answers are known and n > 1. What a function gave no score for is left out of the mean, and the
-    prompt of the other two."""
+    """Means over prompts, by data source and score. Of n completions each: ``mean@n``; ``best@k/mean`` for k = 2, 4, ..
+    and n; ``maj@n/mean`` where answers are known and n > 1. What a function gave no score for is left out of the mean,
+    and the prompt of the other two."""
     by_source: defaultdict[str, defaultdict[int, list[Scored]]] = defaultdict(lambda: defaultdict(list))
     for each in scored:
         by_source[each.source][each.prompt].append(each)
     metrics: dict[str, float] = {}
     for source, prompts in by_source.items():
-        for name in sorted({name for group in prompts.values() for each in group for name in each.scores}):
+        names = sorted({name for group in prompts.values() for each in group for name in each.scores})
+        core, most = "acc" if "acc" in names else "reward", max(map(len, prompts.values()))
+        for name in names:
             found = [of_group(group, name) for group in prompts.values()]
             for key in {key: None for each in found for key in each}:
                 values = [each[key] for each in found if key in each]
-                metrics[f"val-core/{source}/{name}/{key}"] = sum(values) / len(values)
+                is_core = name == core and key.partition("/")[0].endswith(f"@{most}")
+                metrics[f"val-{'core' if is_core else 'aux'}/{source}/{name}/{key}"] = sum(values) / len(values)
     return metrics
 
 
 def of_group(group: Sequence[Scored], name: str) -> dict[str, float]:
-    """Of one prompt's n completions. Example: scores 0, 1, 0, 0: ``mean@4`` 0.25, ``best@2`` 0.5, ``best@4`` 1."""
+    """Of one prompt's n completions. Example: scores 0, 1, 0, 0: ``mean@4`` 0.25, ``best@2/mean`` 0.5,
+    ``best@4/mean`` 1."""
     values = [each.scores[name] for each in group if name in each.scores]
     num = len(group)
     metrics = {f"mean@{num}": sum(values) / len(values)} if values else {}
     if len(values) == num > 1:
         sizes = [2**power for power in range(1, num.bit_length()) if 2**power < num] + [num]
-        metrics |= {f"best@{size}": expected_best(values, size) for size in sizes}
+        metrics |= {f"best@{size}/mean": expected_best(values, size) for size in sizes}
         if all(each.answer is not None for each in group):
-            metrics[f"maj@{num}"] = majority_score(group, name)
+            metrics[f"maj@{num}/mean"] = majority_score(group, name)
     return metrics
 
 

@@ -69,12 +69,11 @@ def build_run(recipe: Recipe) -> Run:
     """
     meshes = start(recipe)
     checkpoint = agree_on_checkpoint(recipe)
-    save_run_facts(recipe, meshes)
+    Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
     data = build_data(recipe, meshes, AutoTokenizer.from_pretrained(recipe.model))
     save_data_report(recipe, data)
     model = build_model(recipe, meshes)
     _refuse_packing(recipe, model)
-    save_kernel_facts(recipe, model)
     # Now, not after the last step: what couldn't be exported.
     require_known_layout(model)
     router = build_router_training(model, router_options(recipe, model), meshes)
@@ -83,6 +82,10 @@ def build_run(recipe: Recipe) -> Run:
     scheduler = build_scheduler(optimizer, recipe.lr_scheduler_config, num_steps)
     state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=data.loader)
     first_step = 0 if checkpoint is None else load_checkpoint(checkpoint, state)
+    refuse_later_steps(first_step, num_steps)
+    # Last: where a resumption is refused, the folder says what the run was.
+    save_run_facts(recipe, meshes)
+    save_kernel_facts(recipe, model)
     return Run(
         recipe=recipe,
         meshes=meshes,
@@ -230,6 +233,19 @@ def agree_on_checkpoint(recipe: Recipe) -> Path | None:
     if problems:
         raise RecipeError(problems)
     return checkpoint
+
+
+def refuse_later_steps(first_step: int, num_steps: int) -> None:
+    """Refuse to go on after the end: what would be exported has more steps than the recipe says.
+
+    Raises:
+        ValueError: the checkpoint is from a later step than the run's last.
+    """
+    if first_step > num_steps:
+        raise ValueError(
+            f"resume_from_checkpoint: it has {first_step} steps done, and the run ends after {num_steps} (max_steps, "
+            "or num_train_epochs); set more, or name an earlier checkpoint."
+        )
 
 
 def _count_steps(recipe: Recipe, data: RunData) -> int:
