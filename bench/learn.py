@@ -1,6 +1,6 @@
 """Whether runs of reinforcement learning learn: held-out accuracy over the steps of the tiny recipes, on 4 processes.
 
-    python -m bench.learn [--only grpo-1 ppo ...] [--write] [--out build/learn]      # all: about 20 minutes on 2 cores
+    python -m bench.learn [--only grpo-1 ppo ...] [--write] [--out build/learn]   # all: a quarter of an hour on 2 cores
 
 GRPO three times, each from a 5M Qwen3-MoE of its own (random weights, then supervised training to a partial skill, both
 by the run's seed): accuracy must rise by 20 points, in 8 minutes. PPO, DAPO, GSPO and on-policy distillation once each:

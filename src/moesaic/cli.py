@@ -22,8 +22,7 @@ from moesaic.config import (
 from moesaic.config.case import MODEL_FILES
 from moesaic.config.foreign import TOOLS, render, translate
 from moesaic.config.load import apply_overrides, build_recipe, read_mapping
-from moesaic.config.rl_role_check import active_roles
-from moesaic.config.roles import RoleName, role_recipe
+from moesaic.config.roles import RoleName, active_roles, role_recipe
 from moesaic.config.run_folder import is_complete
 
 EXIT_DIFFERENT = 1
@@ -405,6 +404,7 @@ def _sizes_table(recipe: Recipe, sizes: ParallelSizes) -> str:
     ]
     if recipe.stage == "rl":
         rows += [(role, _role_text(recipe, role, sizes.world_size)) for role in active_roles(recipe)]
+        rows.append(("rollout", _rollout_text(recipe, sizes.world_size)))
     return "\n".join(f"  {name:<8}{text}" for name, text in rows)
 
 
@@ -414,6 +414,14 @@ def _role_text(recipe: Recipe, role: RoleName, world_size: int) -> str:
     sizes = resolve_sizes(laid, world_size)
     experts = "" if isinstance(laid.dist_config, Fsdp2Config) else f", efsdp {sizes.efsdp_size} x ep {sizes.ep_size}"
     return f"dp {sizes.dp_size} x cp {sizes.cp_size} x tp {sizes.tp_size}{experts}, {laid.model}"
+
+
+def _rollout_text(recipe: Recipe, world_size: int) -> str:
+    """How the engines lie on the ranks."""
+    rollout = recipe.rollout
+    if rollout.ep_size > 1:
+        return f"{rollout.engine}, all ranks together, ep {rollout.ep_size}"
+    return f"{rollout.engine}, {world_size // (rollout.tp_size * rollout.pp_size)} x tp {rollout.tp_size}"
 
 
 def _batch_text(recipe: Recipe, sizes: ParallelSizes) -> str:

@@ -19,13 +19,14 @@ from transformers import (
 )
 
 from moesaic.config import Recipe
+from moesaic.config.roles import active_roles
 from moesaic.data.batch import Batch, find_loss_positions
 from moesaic.data.shard import shard_batch
 from moesaic.meshes import Meshes, build_meshes
 from moesaic.ops.gather import gather_to_rank_0
 from moesaic.parallel.apply import ParallelOptions, from_pretrained
 from moesaic.parallel.tensor import vocabulary_shard
-from moesaic.rl.roles import Role, build_roles, role_names
+from moesaic.rl.roles import Role, build_roles
 from moesaic.train.grad_norm import clip_grad_norm_
 from moesaic.train.setup import start
 from tests.pool import RunRanks
@@ -263,7 +264,7 @@ def test_each_role_has_meshes_of_its_own_and_equal_ones_are_shared(run_ranks: Ru
     save_classifier(tmp_path / "rm", AutoModelForSequenceClassification)
     recipe = rl_recipe(tmp_path / "lm", tmp_path / "rm")
     order, facts, same, shared = run_ranks(build_and_look, 4, recipe)[0]
-    assert order == ["actor", "ref", "critic", "reward"] == list(role_names(recipe))
+    assert order == ["actor", "ref", "critic", "reward"] == list(active_roles(recipe))
     assert facts["actor"]["sizes"] == (2, 2, 4) and facts["ref"]["sizes"] == (4, 1, 4)
     assert facts["critic"]["sizes"] == facts["reward"]["sizes"] == (1, 4, 4)
     assert shared == [("critic", "reward")], "one set of meshes for equal sizes"

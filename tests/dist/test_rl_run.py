@@ -163,42 +163,25 @@ def _repeats(name: str) -> bool:
 
 
 def test_without_learning_nothing_moves(run_ranks: RunRanks, source: Path, tmp_path: Path) -> None:
-    fields: dict[str, Any] = {"max_steps": 5, "learning_rate": 0.0, "global_batch_size": NUM_ROWS}
+    """Nor do engine and trainer drift apart: what is between them is rounding, in the fifth step as in the first."""
+    stops = list(range(0, 320, 6))
+    rollout = {"max_prompt_length": 48, "sampling": SAMPLING, "stop_token_ids": stops}
+    fields: dict[str, Any] = {
+        "max_steps": 5,
+        "learning_rate": 0.0,
+        "global_batch_size": NUM_ROWS,
+        "rollout": rollout,
+    }
     run_ranks(train_on_rank, 4, recipe_of(source, tmp_path, **fields))
     before, after = read_weights(source / "model"), read_weights(tmp_path / "export")
     assert all(torch.equal(before[name], after[name]) for name in before)
     steps = read_metrics(tmp_path, "rl")
     assert len(steps) == 5
+    assert all(each["response_length/min"] < each["response_length/max"] for each in steps)
     for name in ("training/rollout_probs_diff_max", "rollout_corr/kl", "rollout_corr/k3_kl"):
-        assert all(abs(each[name]) <= 1e-4 for each in steps), name
-
-
-def test_roles_of_different_topologies_take_turns(run_ranks: RunRanks, source: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(
-        source,
-        tmp_path,
-        max_steps=2,
-        algorithm={"adv_estimator": "gae"},
-        kl_config={"use": "loss", "coef": 0.01},
-        critic={"dist": "fsdp2"},
-        ref={"ep_size": 4},
-        rollout={"max_prompt_length": 48, "sampling": SAMPLING, "tp_size": 2},
-    )
-    run_ranks(train_on_rank, 4, recipe)
-    alone = recipe_of(
-        source,
-        tmp_path / "alone",
-        max_steps=2,
-        algorithm={"adv_estimator": "gae"},
-        kl_config={"use": "loss", "coef": 0.01},
-    )
-    run_ranks(train_on_rank, 4, alone)
-    for ours, theirs in zip(read_metrics(tmp_path, "rl"), read_metrics(tmp_path / "alone", "rl"), strict=True):
-        for name in ("critic/vf_loss", "actor/kl_loss", "critic/values/mean"):
-            assert name in ours and name in theirs
-        assert ours["training/rollout_probs_diff_max"] < 1e-4
-    meshes = (tmp_path / "meshes.txt").read_text()
-    assert all(role in meshes for role in ("actor", "critic", "ref"))
+        assert all(abs(each[name]) <= 1e-5 for each in steps), name
+    largest = [each["training/rollout_probs_diff_max"] for each in steps]
+    assert 0 < max(largest) <= 5 * min(largest), largest
 
 
 def test_from_python_in_ten_lines(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -242,6 +225,8 @@ def test_rows_given_for_another_run_leave_those_of_an_earlier_one(source: Path, 
     with pytest.raises(RecipeError, match="holds an earlier run"):
         build("3")
     assert first.read_text() == begun
+    with pytest.raises(RecipeError, match="reward.weights.*there are 0 functions and no model to weigh"):
+        build("1", "2", resume_from_checkpoint="auto", reward={"weights": [0.5]})
     build("3", resume_from_checkpoint="auto")  # it will be refused, by what the checkpoint says of its prompts
     assert first.read_text() == begun
     assert build("1", "2", resume_from_checkpoint="auto") == first

@@ -155,7 +155,8 @@ def test_tables_are_made_in_evaluation_mode_and_updates_in_training_mode(
 
 def first_ratio(rank: int, folder: Path) -> dict[str, float]:
     role, _ = build_actor(folder)
-    experience, mask_BT = build_experience(role)
+    other = replace(role, recipe=role.recipe.model_copy(update={"micro_batch_size": 3}))
+    experience, mask_BT = build_experience(other)
     return update_actor(role, experience, mask_BT)
 
 

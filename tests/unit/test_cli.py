@@ -60,6 +60,27 @@ def test_check_shows_micro_batches_by_tokens(recipe: Path) -> None:
     assert "batch   30 samples over dp 4, in micro-batches of at most 4096 tokens" in result.stdout
 
 
+def test_check_shows_the_roles(recipe: Path) -> None:
+    """One that lies on the ranks in another way than the recipe is shown as it lies."""
+    changes = (
+        *("stage=rl", "reward.functions=exact_match", "rollout.sampling.n=8", "train_dataset=some/prompts"),
+        *("algorithm.adv_estimator=gae", "algorithm.ppo_mini_batch_size=4", "algorithm.ppo_epochs=2"),
+        "critic={dist: fsdp2, cp_size: 2}",
+    )
+    result = run("check", recipe, "--world", 4, *changes)
+    assert result.exit_code == 0, result.output
+    model = recipe.parent / "model"
+    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines()[1:]]
+    shown = dict(lines)
+    assert shown["batch"] == "16 prompts x 8 completions a step, in 8 updates"
+    assert shown["actor"] == f"dp 4 x cp 1 x tp 1, efsdp 2 x ep 2, {model}"
+    assert shown["critic"] == f"dp 2 x cp 2 x tp 1, {model}"
+    assert shown["rollout"] == "hf, 4 x tp 1"
+    assert "ref" not in shown
+    split = run("check", recipe, "--world", 4, *changes, "rollout.ep_size=2")
+    assert "rollout hf, all ranks together, ep 2" in split.stdout
+
+
 def test_check_takes_the_ranks_from_the_recipe_or_says_they_are_unknown(recipe: Path) -> None:
     assert "ranks   8" in run("check", recipe, "dp_size=8").stdout
     unknown = run("check", recipe)

@@ -24,6 +24,8 @@ from moesaic.config import (
     save_recipe,
 )
 from moesaic.config.fields import RecipeField, list_fields
+from moesaic.config.foreign import translate
+from moesaic.config.foreign.table import Value
 from moesaic.config.problem import show
 from moesaic.config.recipe import RL_FIELDS
 from moesaic.config.verl_names import VERL_NAMES
@@ -33,12 +35,19 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "recipe.md"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 MARKS = ("<!-- fields -->\n", "<!-- end of fields -->\n")
+VERL_MARKS = ("<!-- defaults of verl -->\n", "<!-- end of defaults -->\n")
 
 VERL_CONFIG = Path(__file__).parent / "vectors" / "verl_ppo_trainer.yaml"
 # Fields of a role that verl has, though not of a teacher.
 ROLE_KEYS = (
     *("cp_size", "ppo_micro_batch_size_per_gpu", "micro_batch_tokens"),
     *("activation_checkpointing", "reshard_after_forward"),
+)
+
+# What verl's file says of one machine and one run; and what says the same as our default, or stands for ours.
+NO_DEFAULTS = (
+    *("model", "train_dataset", "eval_dataset", "output_dir", "stage", "dp_size", "dist_config.name", "master_dtype"),
+    *("kl_config.use", "distillation_config.mode"),
 )
 
 # More fields are more to learn, to document and to combine: raising this number is a decision.
@@ -83,13 +92,30 @@ def _render_row(field: RecipeField) -> str:
     is_section_below = isinstance(field.default, dict) and field.type_text == "section" and field.path != "dist_config"
     default = "**required**" if field.is_required else "see below" if is_section_below else f"`{show(field.default)}`"
     only = f" Only under {' and '.join(f'`{name}`' for name in field.variants)}." if field.variants else ""
-    verl = f" verl: {', '.join(f'`{name}`' for name in field.verl.split(', '))}." if field.verl else ""
+    verl = f" verl: {', '.join(f'`{name}`' for name in field.verl_names)}." if field.verl else ""
     return f"| `{field.path}` | {field.type_text} | {default} | {field.origin} | {field.description}{only}{verl} |"
 
 
-def _split_docs() -> tuple[str, str, str]:
-    before, rest = DOCS.read_text(encoding="utf-8").split(MARKS[0])
-    table, after = rest.split(MARKS[1])
+def render_verl_defaults() -> str:
+    """The table of docs/recipe.md: what verl's own configuration, translated, says otherwise than our defaults."""
+    theirs = yaml.safe_load(VERL_CONFIG.read_text(encoding="utf-8"))
+    theirs["actor_rollout_ref"]["actor"]["use_kl_loss"] = True
+    theirs["distillation"]["enabled"] = True
+    theirs["distillation"]["distillation_loss"]["loss_mode"] = "forward_kl_topk"
+    fields = {field.path: field for field in list_fields()}
+    said = [line.outcome.fields for line in translate("verl", theirs).lines if isinstance(line.outcome, Value)]
+    values = {path: value for each in said for path, value in each.items()}
+    shown = {path: (show(fields[path].default), show(values[path])) for path in fields if path in values}
+    lines = ["| field | here | verl |", "|---|---|---|"]
+    for path, (ours, verls) in shown.items():
+        if ours != verls and path not in NO_DEFAULTS:
+            lines.append(f"| `{path}` | {'none' if fields[path].is_required else f'`{ours}`'} | `{verls}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _split_docs(marks: tuple[str, str] = MARKS) -> tuple[str, str, str]:
+    before, rest = DOCS.read_text(encoding="utf-8").split(marks[0])
+    table, after = rest.split(marks[1])
     return before, table, after
 
 
@@ -99,6 +125,10 @@ def test_number_of_fields_is_frozen() -> None:
 
 def test_docs_list_the_fields_as_they_are() -> None:
     assert _split_docs()[1] == render_table(), "run: python -m tests.unit.test_config_recipe"
+
+
+def test_docs_list_the_defaults_that_are_not_verls() -> None:
+    assert _split_docs(VERL_MARKS)[1] == render_verl_defaults(), "run: python -m tests.unit.test_config_recipe"
 
 
 def test_every_field_says_what_it_is_and_whose() -> None:
@@ -235,6 +265,7 @@ def test_values_are_shown_as_yaml_on_one_line() -> None:
     assert shown == ["text", "4", "[0.9, 1.0e-08]", "{a: null}", "true", "x" * 100 + " ..."]
 
 
-if __name__ == "__main__":  # write the table into the docs
-    before, _, after = _split_docs()
-    DOCS.write_text(before + MARKS[0] + render_table() + MARKS[1] + after, encoding="utf-8")
+if __name__ == "__main__":  # write the tables into the docs
+    for marks, render in ((MARKS, render_table), (VERL_MARKS, render_verl_defaults)):
+        before, _, after = _split_docs(marks)
+        DOCS.write_text(before + marks[0] + render() + marks[1] + after, encoding="utf-8")

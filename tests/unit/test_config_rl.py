@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from moesaic.config import Problem, Recipe, RecipeError, check_recipe, load_recipe
+from moesaic.config import Problem, Recipe, check_recipe
 from moesaic.config.check import CHECKS
 from moesaic.config.fields import list_fields
+from moesaic.config.parse import parse_recipe
 from moesaic.config.recipe import RL_FIELDS
 from moesaic.config.rl_check import rejection_bounds
 from moesaic.config.rl_unused import COUNTS_FOR
@@ -64,6 +65,7 @@ PATH_B = {"dist_config": {"name": "moesaic", "ep_size": 2}}
 GAE = {"algorithm": {"adv_estimator": "gae"}}
 TEACHER = {"teacher": {"model": "TEACHER"}}
 PURE = {"reward": {"functions": []}, **TEACHER}
+TOP_K = {"distillation_config": {"mode": "forward_kl_topk"}, **PURE}
 
 # Fields -> the field that is named, and a part of the rule or of the remedy.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -180,6 +182,23 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "kl_config.use",
         "no advantages of rewards",
     ),
+    # what only a policy loss would read
+    *(
+        ({**TOP_K, "algorithm": {name: value}}, f"algorithm.{name}", part)
+        for name, value, part in (
+            ("adv_estimator", "rloo", "no advantage is estimated"),
+            ("loss_mode", "gspo", "there is no policy loss"),
+            ("clip_ratio_low", 0.1, "there is no policy loss"),
+            ("clip_ratio_high", 0.28, "there is no policy loss"),
+            ("clip_ratio_c", None, "there is no policy loss"),
+        )
+    ),
+    ({**TOP_K, "correction_config": {"rollout_is": "token"}}, "correction_config.rollout_is", "there is no policy"),
+    (
+        {**TOP_K, "distillation_config": {"mode": "forward_kl_topk", "topk": 97}, "model": "WORDS"},
+        "distillation_config.topk",
+        "has 96 tokens",
+    ),
     # lengths
     (sampling(max_tokens=1537), "rollout.sampling.max_tokens", "at most 2048 together"),
     (
@@ -203,6 +222,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"rollout": {"engine": "vllm"}}, "rollout.engine", "not yet"),
     ({"rollout": {"pp_size": 2}}, "rollout.pp_size", "remove it, or set 1"),
     ({"rollout": {"enable_expert_parallel": True}}, "rollout.enable_expert_parallel", "vllm's"),
+    ({"rollout": {"stop_token_ids": [7, 96]}, "model": "WORDS"}, "rollout.stop_token_ids", "from 0 to 95"),
     ({"rollout": {"dp_size": 2}}, "rollout.dp_size", "set 4"),
     ({"rollout": {"dp_size": 4, "ep_size": 4}}, "rollout.dp_size", "one replica"),
     ({"rollout": {"ep_size": 2, "tp_size": 2}}, "rollout.tp_size", "shares sequences"),
@@ -262,6 +282,7 @@ def with_folders(fields: object, model: Path) -> Any:
         "DENSE": {"model_type": "qwen3_moe", "num_attention_heads": 4},
         "BARE": QWEN,
         "HEADS": {**QWEN, "num_attention_heads": 6},
+        "WORDS": {**QWEN, "vocab_size": 96},
     }
     if isinstance(fields, dict):
         return {key: with_folders(value, model) for key, value in fields.items()}
@@ -311,6 +332,19 @@ ACCEPTED: list[dict[str, Any]] = [
     },
     {"distillation_config": {"mode": "forward_kl_topk", "topk": 8}, **PURE, **sampling(n=1)},
     {"distillation_config": {"mode": "forward_kl_topk", "use_task_rewards": True}, **TEACHER},
+    {
+        "distillation_config": {"mode": "forward_kl_topk", "use_task_rewards": True},
+        **TEACHER,
+        "algorithm": {"adv_estimator": "rloo", "loss_mode": "gspo", "clip_ratio_low": 1e-3},
+        "correction_config": {"rollout_is": "token"},
+    },
+    {
+        **TOP_K,
+        "correction_config": {"bypass_mode": True},
+        "algorithm": {"entropy_coeff": 0.1, "ppo_epochs": 2},
+        "kl_config": {"use": "loss"},
+    },
+    {"rollout": {"stop_token_ids": [0, 95]}, "model": "WORDS"},
     {"correction_config": {"rollout_is": "icepop", "rollout_is_threshold": 5.0}},
     {
         "correction_config": {
@@ -423,42 +457,6 @@ def test_bounds_of_rejection() -> None:
     assert [rejection_bounds(text) for text in ("0.5", "2_1", "a_b", "0_1", "1_inf", "1_2_3", "")] == [None] * 7
 
 
-def test_one_wrong_line_hides_no_other(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"""
-model: {model}
-train_dataset: {{path: some/prompts, options: {{1: 2}}, format: prompt}}
-output_dir: {model}/run
-stage: rl
-global_batch_size: 8
-temperature: 0.7
-rollout: {{sampling_: {{}}, tp_size: 3, sampling: {{max_tokenz: 7, topk: 3, temperature: hot, n: 1}}, val_sampling: }}
-critic: {{learning_rte: 1, ep_size: two}}
-reward: {{functions: exact_match, weights: [1, 2]}}
-algorithm: {{clip_ratio: 0.2}}
-kl_config: {{use: loss, estimator: k1}}
-"""
-    )
-    with pytest.raises(RecipeError) as caught:
-        load_recipe(path, ["rollout.sampling.top_p=1.5", "kl_config.coeff=1"], world_size=4)
-    remedies = {problem.field: problem.remedy for problem in caught.value.problems}
-    assert remedies.pop("algorithm.clip_ratio").startswith("write algorithm.clip_ratio_low")
-    assert remedies.pop("kl_config.estimator").startswith("set k3+ or k2")
-    assert {field: remedies.pop(field) for field in list(remedies) if remedies[field].startswith("did you mean")} == {
-        "temperature": "did you mean rollout.sampling.temperature or rollout.val_sampling.temperature?",
-        "rollout.sampling_": "did you mean rollout.sampling?",
-        "rollout.sampling.max_tokenz": "did you mean rollout.sampling.max_tokens?",
-        "rollout.sampling.topk": "did you mean rollout.sampling.top_k?",
-        "critic.learning_rte": "did you mean critic.learning_rate?",
-        "kl_config.coeff": "did you mean kl_config.coef?",
-    }
-    assert remedies.keys() == {
-        *("train_dataset.options", "rollout.sampling.temperature", "rollout.sampling.top_p", "rollout.tp_size"),
-        *("critic.ep_size", "reward.weights", "rollout.sampling.n"),
-    }
-
-
 def test_checks_name_fields_that_there_are() -> None:
     known = {field.path for field in list_fields()}
     named = {name.removesuffix(".*") for check in CHECKS for name in check.needs}
@@ -471,3 +469,18 @@ def test_a_bare_off_is_off() -> None:
         {"model": "m", "train_dataset": "d", "kl_config": {"use": False}, "distillation_config": {"mode": False}}
     )
     assert (recipe.kl_config.use, recipe.distillation_config.mode) == ("off", "off")
+
+
+def test_validation_draws_as_many_tokens_as_training() -> None:
+    def read(**rollout: object) -> int:
+        recipe = Recipe.model_validate({"model": "m", "train_dataset": "d", "rollout": rollout})
+        assert recipe.rollout.val_sampling is not None
+        return recipe.rollout.val_sampling.max_tokens
+
+    assert read(sampling={"max_tokens": 8192}, val_sampling={"n": 4}) == 8192
+    assert read(sampling={"max_tokens": 8192}, val_sampling={"max_tokens": 16}) == 16
+    assert read(val_sampling={"n": 4}) == 512
+    _, problems, _ = parse_recipe(
+        {"model": "m", "train_dataset": "d", "rollout": {"sampling": {"max_tokens": 0}, "val_sampling": {"n": 4}}}
+    )
+    assert [problem.field for problem in problems] == ["rollout.sampling.max_tokens"]

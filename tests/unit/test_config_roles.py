@@ -94,3 +94,12 @@ def test_the_reward_model_is_sharded_by_fsdp2() -> None:
     reward = role_recipe(recipe, "reward")
     assert (reward.model, reward.dist_config, reward.cp_size) == ("scorer", Fsdp2Config(name="fsdp2"), 1)
     assert role_section(recipe, "actor") is recipe.actor
+
+
+def test_only_what_is_trained_has_something_frozen() -> None:
+    """A dense teacher has no routers, and nothing of it is trained anyhow."""
+    recipe = build_recipe(frozen_modules=["model.layers.*.mlp.gate"], reward={"model": "scorer"})
+    frozen = {
+        role for role in ("actor", "ref", "critic", "teacher", "reward") if role_recipe(recipe, role).frozen_modules
+    }
+    assert frozen == {"actor", "critic"}

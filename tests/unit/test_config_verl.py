@@ -100,6 +100,8 @@ def test_the_composed_file_is_a_recipe(tmp_path: Path) -> None:
 
 GRPO = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 8}
 
+DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
+
 # Their fields -> a field here, and its value; None: not set.
 SAME: list[tuple[dict[str, Any], str, Any]] = [
     # estimators
@@ -119,7 +121,7 @@ SAME: list[tuple[dict[str, Any], str, Any]] = [
     ({f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_high": 4.0}, "algorithm.cispo_ratio_max", 5.0),
     ({f"{ACTOR}.policy_loss.loss_mode": "cispo"}, "algorithm.clip_ratio_low", None),
     ({f"{ACTOR}.policy_loss.loss_mode": "dppo_tv", f"{ACTOR}.clip_ratio_c": 20.0}, "algorithm.dppo_delta_low", 0.2),
-    ({f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 1.1}, "algorithm.sapo_tau_neg", 1.1),
+    ({**GRPO, f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 1.1}, "algorithm.sapo_tau_neg", 1.1),
     ({f"{ACTOR}.tau_neg": 1.1}, "algorithm.sapo_tau_neg", None),
     # aggregation
     (
@@ -132,6 +134,8 @@ SAME: list[tuple[dict[str, Any], str, Any]] = [
         "algorithm.loss_scale_factor",
         7.0,
     ),
+    ({**GRPO, f"{ACTOR}.policy_loss.loss_mode": "sapo"}, "algorithm.loss_agg_mode", "seq-mean-token-mean"),
+    ({f"{ACTOR}.policy_loss.loss_mode": "gspo"}, "algorithm.loss_agg_mode", "token-mean"),
     # divergence
     ({f"{ACTOR}.use_kl_loss": True}, "kl_config", {"use": "loss", "coef": 0.001, "estimator": "k3"}),
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl+"}, "kl_config.estimator", "k3+"),
@@ -208,8 +212,22 @@ SAME: list[tuple[dict[str, Any], str, Any]] = [
     ({**GRPO, "trainer.critic_warmup": 20}, "critic", None),
     ({"critic.ulysses_sequence_parallel_size": 2}, "critic.cp_size", 2),
     ({f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2}, "cp_size", 2),
-    ({f"{ACTOR}.use_dynamic_bsz": True}, "micro_batch_tokens", 16384),
-    ({f"{ACTOR}.use_dynamic_bsz": True}, "critic.micro_batch_tokens", 32768),
+    (DYNAMIC, "micro_batch_tokens", 16384),
+    (DYNAMIC, "critic.micro_batch_tokens", 32768),
+    # per GPU there, of all ranks that share a sequence here
+    ({**DYNAMIC, "critic.ulysses_sequence_parallel_size": 2}, "critic.micro_batch_tokens", 65536),
+    ({**DYNAMIC, f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "micro_batch_tokens", 32768),
+    ({**DYNAMIC, f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "critic.micro_batch_tokens", None),
+    (
+        {**DYNAMIC, f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.ulysses_sequence_parallel_size": 4},
+        "ref.micro_batch_tokens",
+        65536,
+    ),
+    (
+        {**DYNAMIC, f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2},
+        "ref",
+        {"cp_size": 1, "micro_batch_tokens": 16384},
+    ),
     (
         {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 8, f"{ACTOR}.use_kl_loss": True},
         "ref.ppo_micro_batch_size_per_gpu",
@@ -272,6 +290,8 @@ def test_fields_with_an_equivalent(theirs: dict[str, Any], path: str, ours: Any)
     assert field(translation, path) == ours
 
 
+SAPO = {f"{ACTOR}.policy_loss.loss_mode": "sapo"}
+
 # Their fields -> the one that is named.
 LOST: list[tuple[dict[str, Any], str]] = [
     ({"algorithm.adv_estimator": "optimal_token_baseline"}, "algorithm.adv_estimator"),
@@ -286,7 +306,15 @@ LOST: list[tuple[dict[str, Any], str]] = [
         f"{ACTOR}.optim.zero_indexed_step",
     ),
     ({"critic.optim.weight_decay": 0.1}, "critic.optim.weight_decay"),
+    ({"critic.optim.optimizer": "SGD"}, "critic.optim.optimizer"),
     ({"critic.loss_agg_mode": "token-sum"}, "critic.loss_agg_mode"),
+    (
+        {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", "critic.loss_scale_factor": 7},
+        "critic.loss_scale_factor",
+    ),
+    ({**GRPO, **SAPO, f"{ACTOR}.entropy_coeff": 0.01}, f"{ACTOR}.loss_agg_mode"),
+    ({**GRPO, **SAPO, f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.loss_agg_mode"),
+    (SAPO, "critic.loss_agg_mode"),
     ({**GRPO, "algorithm.filter_groups": {"enable": True, "metric": "acc"}}, "algorithm.filter_groups.metric"),
     ({f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type"),
     ({f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_rs": "token_k1"}, f"{CORRECTION}.rollout_rs"),
@@ -322,8 +350,10 @@ def test_fields_without_an_equivalent(theirs: dict[str, Any], path: str) -> None
     assert outcomes(read(**theirs), NoEquivalent) - OPEN == {path}
 
 
-def test_an_unknown_field_is_named() -> None:
-    assert outcomes(read(**{f"{ACTOR}.brand_new": 1}), Unknown) == {f"{ACTOR}.brand_new"}
+@pytest.mark.parametrize("section", [ACTOR, ROLLOUT, "critic", "critic.optim", "actor_rollout_ref.ref", "distillation"])
+def test_an_unknown_field_is_named(section: str) -> None:
+    is_there = {f"{ACTOR}.use_kl_loss": True, "distillation.enabled": True}
+    assert outcomes(read(**{f"{section}.brand_new": 1, **is_there}), Unknown) == {f"{section}.brand_new"}
     assert f"{ACTOR}.optim._target_" in outcomes(read(), Needless)
 
 

@@ -70,6 +70,18 @@ def test_every_named_function_exists(document: Path) -> None:
     assert missing_references(text) == []
 
 
+@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda path: path.name)
+def test_every_named_file_exists(document: Path) -> None:
+    """Code, recipes and other pages."""
+    text = document.read_text(encoding="utf-8")
+    code = set(re.findall(r"`((?:\w+/)+\w+\.py)", text))
+    assert [path for path in code if not resolve(path).is_file() and not (ROOT / path).is_file()] == []
+    linked = {path.partition("#")[0] for path in re.findall(r"\]\((?!https?://)([^)]+)\)", text)} - {""}
+    assert [path for path in linked if not (document.parent / path).exists()] == []
+    recipes = set(re.findall(r"recipes/\w+/\w+\.yaml", text))
+    assert [path for path in recipes if not (ROOT / path).is_file()] == []
+
+
 def test_a_name_that_is_gone_is_noticed() -> None:
     gone = "`train/step.py::train_step` `train/step.py::other` `train/gone.py::x` `meshes.py::Meshes.tokens`"
     assert missing_references(gone) == ["train/gone.py::x", "train/step.py::other"]

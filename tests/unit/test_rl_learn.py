@@ -255,6 +255,7 @@ def test_a_teachers_likeliest_tokens_go_to_the_loss(stage: Any) -> None:
 
 def test_trajectories_out_of_order_are_refused(stage: Any) -> None:
     """Their rewards would be others'."""
-    made = stage()
-    with pytest.raises(AssertionError, match="not in order"):
-        made.learner.learn(1, TRAJECTORIES[::-1], [Reward(total=0.0, components={}) for _ in LENGTHS])
+    for order in (range(len(TRAJECTORIES))[::-1], (1, 0, *range(2, len(TRAJECTORIES)))):
+        made, mixed = stage(), [TRAJECTORIES[number] for number in order]
+        with pytest.raises(AssertionError, match="not in order"):
+            made.learner.learn(1, mixed, [Reward(total=0.0, components={}) for _ in LENGTHS])

@@ -35,6 +35,11 @@ class RecipeField:
     variants: tuple[str, ...] = ()
     verl: str = ""
 
+    @property
+    def verl_names(self) -> tuple[str, ...]:
+        """``verl`` at its commas."""
+        return tuple(self.verl.split(", ")) if self.verl else ()
+
 
 def list_fields() -> tuple[RecipeField, ...]:
     """All fields, in the order of the classes, sections followed by their own fields."""

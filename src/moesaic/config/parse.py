@@ -21,7 +21,7 @@ from moesaic.config.recipe import DIST_CONFIGS, LISTED_SECTIONS, RL_FIELDS, SHOR
 # Older FSDPTurbo recipes name the experts' modules; here, as in its present form, the model's spec does.
 SPEC_DECIDES = ("ep_modules", "ep_fsdp_modules")
 
-# Names of other trainers, and what they are called here.
+# Names of other trainers, and what they are called here; verl's are beside the fields (``verl_names.py``).
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "batching_strategy": "packing",
@@ -35,30 +35,29 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "flash_attn": "attn_implementation",
         "gradient_accumulation_steps": "global_batch_size",
         "gradient_checkpointing": "activation_checkpointing",
-        "kl_coef": "kl_config.coef",
-        "kl_loss_coef": "kl_config.coef",
-        "kl_loss_type": "kl_config.estimator",
         "lr_scheduler_type": "lr_scheduler_config.name",
         "max_completion_length": "rollout.sampling.max_tokens",
-        "max_response_length": "rollout.sampling.max_tokens",
         "model_name_or_path": "model",
         "num_generations": "rollout.sampling.n",
         "offload_params": "offload",
         "per_device_train_batch_size": "micro_batch_size",
         "reward_funcs": "reward.functions",
         "rollout_n": "rollout.sampling.n",
-        "tensor_model_parallel_size": "rollout.tp_size",
         "timeout": "dist_timeout",
-        "train_batch_size": "global_batch_size",
-        "train_files": "train_dataset",
-        "val_files": "eval_dataset",
     }
 )
+
+# Sections of verl's configuration that no recipe has.
+VERL_SECTIONS = ("actor_rollout_ref", "data", "trainer", "custom_reward_function")
+# Keys that mean something in their own section alone.
+ANYONES = ("name", "path")
 
 # What pydantic says (patterns), and what it means to the writer of a recipe.
 PYDANTIC_WORDS = (
     ("input should be", "must be"),
     ("a valid dictionary or .*", "a section"),
+    ("a valid tuple", "a list"),
+    ("a valid string", "text, in quotes where YAML would read a number"),
     ("tuple should", "must"),
     (" after validation", ""),
 )
@@ -181,7 +180,9 @@ def _explain_unknown_key(
     siblings = [name for name in siblings if _is_known(f"{prefix}{name}", plain, fields)]
     close = difflib.get_close_matches(key, siblings, n=1)
     is_slip = bool(section and difflib.get_close_matches(key, siblings, n=1, cutoff=ALMOST_SURE))
-    elsewhere = [] if is_slip else _elsewhere(key, bool(close), plain, fields)
+    longer = [name for name in siblings if section and f"_{key}_" in f"_{name}_"]
+    renamed = _renamed(section, key, fields)
+    elsewhere = [] if is_slip or (section and key in ANYONES) else _elsewhere(key, bool(close), plain, fields)
     place = f"in {section}" if section else "at the top level"
     meant: str | None = None
     if key in SPEC_DECIDES:
@@ -191,12 +192,18 @@ def _explain_unknown_key(
         variants = fields[f"{prefix}{key}"].variants
         rule = f"{section}.name: {plain[section]['name']} has no such field; it belongs to {' and '.join(variants)}"
         remedy = f"remove it, or choose another name (to replace the section by an override: {section}={{name: ...}})"
+    elif not section and key in VERL_SECTIONS and isinstance(value, dict):
+        rule = "is a section of verl's configuration, and no field of a recipe"
+        remedy = "moesaic check --from verl FILE makes a recipe of a whole configuration"
+    elif len(longer) == 1:
+        rule, meant = f"is no field {place}", f"{prefix}{longer[0]}"
+        remedy = f"did you mean {meant}?"
     elif section and key in fields:
         rule, meant = f"belongs to the top level, not into {section}", key
         remedy = f"move it to the top level: `{key}: {show(value)}`"
-    elif key in RENAMED:
-        rule, meant = f"is no field {place}; here it is called {RENAMED[key]}", RENAMED[key]
-        remedy = f"write {RENAMED[key]} ({fields[meant].type_text}): {fields[meant].description}"
+    elif renamed is not None:
+        rule, meant = f"is no field {place}; here it is called {renamed}", renamed
+        remedy = f"write {renamed} ({fields[renamed].type_text}): {fields[renamed].description}"
     elif elsewhere:
         rule, meant = f"is no field {place}", elsewhere[0]
         remedy = f"did you mean {' or '.join(elsewhere)}?"
@@ -206,6 +213,18 @@ def _explain_unknown_key(
         known = ", ".join(siblings) if section else "those of docs/recipe.md"
         remedy = f"did you mean {meant}?" if meant else f"remove it; known fields: {known}"
     return Problem(field=f"{prefix}{key}", value=value, rule=rule, remedy=remedy), meant
+
+
+def _renamed(section: str, key: str, fields: Mapping[str, RecipeField]) -> str | None:
+    """The field that another trainer calls ``key``. Of verl's fields of that name the one meant in ``section`` goes
+    first; another section's counts where no field of the recipe has that name."""
+    if key in RENAMED:
+        return RENAMED[key]
+    theirs = [path for path, field in fields.items() if key in [name.rpartition(".")[2] for name in field.verl_names]]
+    here = [path for path in theirs if path.rpartition(".")[0] == section]
+    if key in ANYONES or any(path.rpartition(".")[2] == key for path in fields):
+        return next(iter(here), None)
+    return next(iter([*here, *sorted(theirs, key=lambda path: "." in path)]), None)
 
 
 def _elsewhere(key: str, is_near: bool, plain: Mapping[str, Any], fields: Mapping[str, RecipeField]) -> list[str]:
@@ -267,5 +286,9 @@ def _explain_bad_value(field: RecipeField, value: Any, message: str, is_missing:
     rule = message[0].lower() + message[1:]
     for theirs, ours in PYDANTIC_WORDS:
         rule = re.sub(theirs, ours, rule)
+    options = re.findall(r"'([^']+)'", message)
+    close = difflib.get_close_matches(str(value).lower(), options, n=1)
+    if close:
+        return Problem(field=field.path, value=value, rule=rule, remedy=f"did you mean {close[0]}?")
     default = "" if field.is_required else f", or remove it for the default {show(field.default)}"
     return Problem(field=field.path, value=value, rule=rule, remedy=f"set it by its type ({field.type_text}){default}")

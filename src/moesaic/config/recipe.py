@@ -22,14 +22,7 @@ from moesaic.config.rl_sections import (
     RoleConfig,
     RolloutConfig,
 )
-from moesaic.config.section import FSDPTURBO, HF, LF, OURS, VERL, Section, about
-
-
-def _as_list(data: Any) -> Any:
-    """One dataset where a list may be given; null is an empty one. Tuples and lists as they are."""
-    if data is None:
-        return ()
-    return tuple(data) if isinstance(data, list | tuple) else (data,)
+from moesaic.config.section import FSDPTURBO, HF, LF, OURS, VERL, Section, about, as_tuple
 
 
 class DatasetConfig(Section):
@@ -271,12 +264,12 @@ class Recipe(Section):
     # data
     train_dataset: Annotated[
         tuple[TrainDatasetConfig, ...],
-        BeforeValidator(_as_list),
+        BeforeValidator(as_tuple),
         about(LF, "Samples to train on: a path or a section, or a list of them, which are mixed."),
     ]
     eval_dataset: Annotated[
         tuple[DatasetConfig, ...],
-        BeforeValidator(_as_list),
+        BeforeValidator(as_tuple),
         about(LF, "Held-out samples, whose loss is logged: a path or a section, or a list of them, each by itself."),
     ] = ()
     cutoff_len: Annotated[int, about(LF, "Most tokens of one sequence.", ge=2)] = 2048
@@ -367,7 +360,12 @@ class Recipe(Section):
     # logs and checkpoints
     logging_steps: Annotated[int, about(LF, "Optimizer steps between two lines of metrics.", ge=1)] = 1
     eval_steps: Annotated[
-        int | None, about(OURS, "Optimizer steps between two held-out losses. Unset: only after the last step.", ge=1)
+        int | None,
+        about(
+            OURS,
+            "Steps between two held-out losses; rl: scores, also before the first step. Unset: after the last step.",
+            ge=1,
+        ),
     ] = None
     save_steps: Annotated[
         int | None, about(LF, "Optimizer steps between two checkpoints. Unset: only after the last step.", ge=1)

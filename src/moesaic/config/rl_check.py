@@ -13,7 +13,7 @@ from types import MappingProxyType
 from moesaic.config.case import Case, Check
 from moesaic.config.problem import Problem
 from moesaic.config.recipe import Recipe
-from moesaic.config.rl_sections import GROUP_ESTIMATORS
+from moesaic.config.rl_sections import GROUP_ESTIMATORS, AlgorithmConfig
 
 # Reward functions that come with the package, and the package that each needs.
 BUILT_IN_REWARDS: Mapping[str, str | None] = MappingProxyType(
@@ -24,8 +24,13 @@ OPTIONAL_EXTRA = "rl"
 
 def trains_on_rewards(recipe: Recipe) -> bool:
     """Whether advantages are made of rewards: always, but where all there is to learn is the teacher's."""
+    return recipe.distillation_config.mode != "policy_gradient" and has_policy_loss(recipe)
+
+
+def has_policy_loss(recipe: Recipe) -> bool:
+    """Whether there are advantages to learn from, be they of rewards or of the teacher."""
     distillation = recipe.distillation_config
-    return distillation.mode == "off" or (distillation.mode == "forward_kl_topk" and distillation.use_task_rewards)
+    return distillation.mode != "forward_kl_topk" or distillation.use_task_rewards
 
 
 def _reward_source_problems(recipe: Recipe) -> Iterable[Problem]:
@@ -37,7 +42,8 @@ def _reward_source_problems(recipe: Recipe) -> Iterable[Problem]:
         yield Problem(field="reward.functions", value=[], rule=rule, remedy=remedy)
 
 
-def _reward_weight_problems(recipe: Recipe) -> Iterable[Problem]:
+def reward_weight_problems(recipe: Recipe) -> Iterable[Problem]:
+    """Weights that aren't one for each function and the model."""
     reward = recipe.reward
     count = len(reward.functions) + (reward.model is not None)
     if reward.weights and len(reward.weights) != count:
@@ -243,9 +249,9 @@ def _distillation_problems(recipe: Recipe) -> Iterable[Problem]:
         rule = "its advantages are the teacher's, and distillation_config.mode says of no teacher, or of a loss"
         remedy = "set distillation_config.mode: policy_gradient, or another estimator"
         yield Problem(field="algorithm.adv_estimator", value=estimator, rule=rule, remedy=remedy)
-    if mode == "forward_kl_topk" and not trains_on_rewards(recipe) and estimator in ("gae", "remax"):
-        has = "a critic has" if estimator == "gae" else "greedy completions have"
-        rule = f"without distillation_config.use_task_rewards no advantage is estimated, and {has} nothing to do"
+    is_default = estimator == AlgorithmConfig.model_fields["adv_estimator"].default
+    if not has_policy_loss(recipe) and not is_default and not is_distilled:
+        rule = "without distillation_config.use_task_rewards no advantage is estimated"
         yield Problem(field="algorithm.adv_estimator", value=estimator, rule=rule, remedy="remove it, or set that")
 
 
@@ -291,7 +297,7 @@ _SOURCES = ("reward.functions", "reward.model", "rollout.environment")
 
 RL_CHECKS: tuple[Check, ...] = (
     for_rl(_reward_source_problems, *_SOURCES, *_REWARDED),
-    for_rl(_reward_weight_problems, "reward.weights", "reward.functions", "reward.model"),
+    for_rl(reward_weight_problems, "reward.weights", "reward.functions", "reward.model"),
     for_rl(_reward_function_problems, "reward.functions"),
     for_rl(_environment_problems, "rollout.environment"),
     for_rl(_estimator_problems, "algorithm.adv_estimator", "rollout.sampling.n", *_REWARDED),

@@ -16,7 +16,7 @@ from moesaic.config.model_check import config_parts, model_file_problems, model_
 from moesaic.config.parallel import dense_size_problems, divisors, expert_size_problems
 from moesaic.config.problem import Problem
 from moesaic.config.recipe import Fsdp2Config, MoesaicConfig, Recipe
-from moesaic.config.roles import SECTION_ROLES, RoleName, max_tokens, role_recipe, role_section
+from moesaic.config.roles import SECTION_ROLES, RoleName, active_roles, max_tokens, role_recipe, role_section
 from moesaic.config.sequence_check import sequence_problems
 
 # Fields of a recipe that a role's section has under other names.
@@ -28,18 +28,6 @@ ROLE_NAMES: Mapping[str, str] = MappingProxyType(
         "micro_batch_size": "ppo_micro_batch_size_per_gpu",
     }
 )
-
-
-def active_roles(recipe: Recipe) -> tuple[RoleName, ...]:
-    """The roles that a run of the recipe has models of, the actor first."""
-    has: dict[RoleName, bool] = {
-        "actor": True,
-        "ref": recipe.kl_config.use != "off",
-        "critic": recipe.algorithm.adv_estimator == "gae",
-        "teacher": recipe.distillation_config.mode != "off" and recipe.teacher.model is not None,
-        "reward": recipe.reward.model is not None,
-    }
-    return tuple(role for role, is_there in has.items() if is_there)
 
 
 def _role_problems(case: Case, role: RoleName) -> Iterable[Problem]:
@@ -156,7 +144,7 @@ def _position_problems(case: Case) -> Iterable[Problem]:
     name = "val_sampling" if val_tokens > rollout.sampling.max_tokens else "sampling"
     for role in active_roles(recipe):
         folder = role_recipe(recipe, role).model
-        limit = _max_positions(folder)
+        limit = _config_number(folder, "max_position_embeddings")
         if role != "reward" and limit is not None and longest > limit:
             value = longest - rollout.max_prompt_length
             rule = f"rollout.max_prompt_length + it = {longest}, and {folder} has {limit} positions"
@@ -165,11 +153,27 @@ def _position_problems(case: Case) -> Iterable[Problem]:
             return
 
 
-def _max_positions(folder: str) -> int | None:
+def _vocabulary_problems(case: Case) -> Iterable[Problem]:
+    """Tokens that the model doesn't have."""
+    recipe = case.recipe
+    size = _config_number(recipe.model, "vocab_size")
+    if recipe.stage != "rl" or size is None:
+        return
+    stops, topk = recipe.rollout.stop_token_ids, recipe.distillation_config.topk
+    if any(token >= size for token in stops):
+        rule, remedy = f"the model's tokens are those from 0 to {size - 1}", "remove what is beyond"
+        yield Problem(field="rollout.stop_token_ids", value=stops, rule=rule, remedy=remedy)
+    if topk > size and recipe.distillation_config.mode == "forward_kl_topk":
+        rule, remedy = f"the model has {size} tokens", "set fewer"
+        yield Problem(field="distillation_config.topk", value=topk, rule=rule, remedy=remedy)
+
+
+def _config_number(folder: str, key: str) -> int | None:
+    """An integer of a model's config; None where it has none, or can't be read."""
     config = read_config(Path(folder))
     if isinstance(config, Problem):
         return None
-    found = [part.get("max_position_embeddings") for part in config_parts(config)]
+    found = [part.get(key) for part in config_parts(config)]
     return next((number for number in found if isinstance(number, int)), None)
 
 
@@ -286,6 +290,10 @@ ROLE_CHECKS: tuple[Check, ...] = (
             *_ACTIVE,
         ),
         find=_position_problems,
+    ),
+    Check(
+        needs=("stage", "model", "rollout.stop_token_ids", "distillation_config.mode", "distillation_config.topk"),
+        find=_vocabulary_problems,
     ),
     Check(
         needs=(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, model_validator
 
-from moesaic.config.section import OURS, VERL, Section, about
+from moesaic.config.section import OURS, VERL, Section, about, as_tuple
 
 AdvEstimator = Literal[
     "gae",
@@ -28,13 +28,6 @@ LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 KlEstimator = Literal["k1", "k2", "k3", "k3+"]
 # Estimators whose baseline is of a prompt's own completions: they need several.
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
-
-
-def _as_names(data: Any) -> Any:
-    """One name where a list may be given; null is an empty one."""
-    if data is None:
-        return ()
-    return tuple(data) if isinstance(data, list | tuple) else (data,)
 
 
 def _as_off(data: Any) -> Any:
@@ -107,9 +100,13 @@ class RolloutConfig(Section):
     ] = False
     max_prompt_length: Annotated[int, about(VERL, "Prompts of more tokens are left out, and counted.", ge=1)] = 512
     sampling: Annotated[SamplingConfig, about(VERL, "How completions are drawn to train on.")] = SamplingConfig()
-    val_sampling: Annotated[SamplingConfig | None, about(VERL, "And to validate. Unset: one each, greedy.")] = None
+    val_sampling: Annotated[
+        SamplingConfig | None,
+        about(VERL, "And to validate; `max_tokens` as in `sampling`, if unset. All of it unset: one each, greedy."),
+    ] = None
     stop_token_ids: Annotated[
-        tuple[int, ...], about(OURS, "Tokens that end a completion, beside the tokenizer's own end.", strict=False)
+        tuple[Annotated[int, Field(ge=0)], ...],
+        about(OURS, "Tokens that end a completion, beside the tokenizer's own end.", strict=False),
     ] = ()
     environment: Annotated[
         str | None,
@@ -123,13 +120,27 @@ class RolloutConfig(Section):
         bool, about(VERL, "While the engine doesn't generate it gives its weights and caches back.")
     ] = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _validate_as_long(cls, data: Any) -> Any:
+        """Held-out completions may be as long as those that are trained on; a bad length is left to its own field."""
+        if not isinstance(data, dict):
+            return data
+        sampling, val_sampling = (data.get(name) for name in ("sampling", "val_sampling"))
+        if not isinstance(sampling, dict) or not isinstance(val_sampling, dict):
+            return data
+        longest = sampling.get("max_tokens")
+        if type(longest) is not int or longest < 1:
+            return data
+        return {**data, "val_sampling": {"max_tokens": longest, **val_sampling}}
+
 
 class RewardConfig(Section):
     """What a completion is worth: the weighted sum of functions and a model."""
 
     functions: Annotated[
         tuple[str, ...],
-        BeforeValidator(_as_names),
+        BeforeValidator(as_tuple),
         about(
             VERL,
             "`file.py:name` of a function in verl's or TRL's signature, or one of `exact_match`, `math`, "

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from moesaic.config.case import Case, Check
 from moesaic.config.problem import Problem
 from moesaic.config.recipe import RL_FIELDS, Recipe, RouterConfig
+from moesaic.config.rl_check import has_policy_loss
 from moesaic.config.roles import max_tokens
 from moesaic.config.section import Section
 
@@ -154,6 +155,24 @@ def _unused(path: str) -> Check:
     return Check(needs=("stage", path, decided_by), find=find)
 
 
+# What a policy loss reads, where nothing of COUNTS_FOR stands against it.
+OF_POLICY_LOSS = (
+    *("algorithm.loss_mode", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "algorithm.clip_ratio_c"),
+    "correction_config.rollout_is",
+)
+
+
+def _policy_loss_problems(case: Case) -> Iterable[Problem]:
+    recipe = case.recipe
+    if recipe.stage != "rl" or has_policy_loss(recipe):
+        return
+    for path in OF_POLICY_LOSS:
+        value, default = _field(recipe, path)
+        if value != default and (path not in COUNTS_FOR or COUNTS_FOR[path][0](recipe)):
+            rule = "without distillation_config.use_task_rewards there is no policy loss that would read it"
+            yield Problem(field=path, value=value, rule=rule, remedy="remove it, or set that")
+
+
 def _other_stage_problems(case: Case) -> Iterable[Problem]:
     if case.recipe.stage == "rl":
         return
@@ -209,6 +228,10 @@ UNUSED_CHECKS: tuple[Check, ...] = (
             *("rollout.max_prompt_length", "rollout.sampling.max_tokens"),
         ),
         find=_sft_field_problems,
+    ),
+    Check(
+        needs=("stage", "distillation_config.mode", "distillation_config.use_task_rewards", *OF_POLICY_LOSS),
+        find=_policy_loss_problems,
     ),
     *(_unused(path) for path in COUNTS_FOR),
 )

@@ -11,6 +11,7 @@ RoleName = Literal["actor", "ref", "critic", "teacher", "reward"]
 
 # Roles with a section of the recipe; the reward model has only ``reward.model``.
 SECTION_ROLES: tuple[Literal["actor", "ref", "critic", "teacher"], ...] = ("actor", "ref", "critic", "teacher")
+TRAINED_ROLES: tuple[RoleName, ...] = ("actor", "critic")
 # Fields of a role's section that are fields of the recipe, of the same meaning.
 SAME_FIELDS = (
     *("model", "cp_size", "tp_size", "mp_replicate_size"),
@@ -30,9 +31,10 @@ def role_recipe(recipe: Recipe, role: RoleName) -> Recipe:
     say is as in the recipe.
 
     ``cutoff_len`` is the longest trajectory. ``dp_size`` and ``mp_shard_size`` stay where they still hold, else they
-    are unset: the ranks are the same. Parameters are stored in the recipe's type, whatever the role's ``dist``.
-    Example: ``dist_config: {name: moesaic, ep_size: 4}`` and ``critic: {dist: fsdp2, learning_rate: 1.0e-5}`` make the
-    critic's ``dist_config: {name: fsdp2}`` and ``learning_rate: 1.0e-5``.
+    are unset: the ranks are the same. Only roles that are trained have ``frozen_modules``. Parameters are stored in the
+    recipe's type, whatever the role's ``dist``. Example: ``dist_config: {name: moesaic, ep_size: 4}`` and ``critic:
+    {dist: fsdp2, learning_rate: 1.0e-5}`` make the critic's ``dist_config: {name: fsdp2}`` and ``learning_rate:
+    1.0e-5``.
     """
     section = role_section(recipe, role)
     fields: dict[str, Any] = {name: getattr(section, name) for name in SAME_FIELDS}
@@ -42,6 +44,8 @@ def role_recipe(recipe: Recipe, role: RoleName) -> Recipe:
     dist_config = _dist_config(recipe, section)
     fields |= {"dist_config": dist_config, "master_dtype": recipe.storage_dtype, "cutoff_len": max_tokens(recipe)}
     fields |= _micro_batches(recipe, section)
+    if role not in TRAINED_ROLES:  # whose modules may have other names
+        fields["frozen_modules"] = ()
     if isinstance(section, CriticConfig) and section.learning_rate is not None:
         fields["learning_rate"] = section.learning_rate
     laid = recipe.model_copy(update=fields)
@@ -79,3 +83,15 @@ def _micro_batches(recipe: Recipe, section: RoleConfig) -> dict[str, int | None]
     if section.ppo_micro_batch_size_per_gpu is not None:
         return {"micro_batch_size": section.ppo_micro_batch_size_per_gpu, "micro_batch_tokens": None}
     return {}
+
+
+def active_roles(recipe: Recipe) -> tuple[RoleName, ...]:
+    """The roles that a run of the recipe has models of, the actor first."""
+    has: dict[RoleName, bool] = {
+        "actor": True,
+        "ref": recipe.kl_config.use != "off",
+        "critic": recipe.algorithm.adv_estimator == "gae",
+        "teacher": recipe.distillation_config.mode != "off" and recipe.teacher.model is not None,
+        "reward": recipe.reward.model is not None,
+    }
+    return tuple(role for role, is_there in has.items() if is_there)

@@ -30,6 +30,13 @@ def about(
     return Field(description=description, json_schema_extra=extra, ge=ge, gt=gt, lt=lt, le=le, strict=strict)
 
 
+def as_tuple(data: Any) -> Any:
+    """One value where a list may be given; null is an empty one."""
+    if data is None:
+        return ()
+    return tuple(data) if isinstance(data, list | tuple) else (data,)
+
+
 class Section(BaseModel):
     """Unknown keys, values of another type and non-finite numbers are refused; nothing changes after loading."""
 

@@ -1,7 +1,7 @@
 """What verl (0.9.1, its PPO trainer) calls the recipe's fields: names beside those of ``docs/recipe.md``. Torch-free.
 
 Several names, where verl says it in several fields, are separated by commas. A name is no promise that every value
-means the same: ``foreign/verl_rl.py`` converts values.
+means the same: ``foreign/verl_ppo.py`` converts values.
 """
 
 from __future__ import annotations

@@ -21,14 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from moesaic.config import Recipe
-from moesaic.config.roles import RoleName, role_recipe
+from moesaic.config.roles import TRAINED_ROLES, RoleName, active_roles, role_recipe
 from moesaic.meshes import Meshes, build_meshes
 from moesaic.train.optim import build_optimizer, build_scheduler, give_state
 from moesaic.train.setup import build_model
 
 MeshSizes = tuple[int, int, int, int, int]
 VALUE_HEADS: Mapping[str, Literal["new", "trained"]] = MappingProxyType({"critic": "new", "reward": "trained"})
-TRAINED = ("actor", "critic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +68,6 @@ class Roles:
         return tuple(role for role in every if role is not None)
 
 
-def role_names(recipe: Recipe) -> tuple[RoleName, ...]:
-    """The roles that the recipe asks for, in the order in which they are built."""
-    asked: dict[RoleName, bool] = {
-        "actor": True,
-        "ref": recipe.kl_config.use != "off",
-        "critic": recipe.algorithm.adv_estimator == "gae",
-        "teacher": recipe.distillation_config.mode != "off",
-        "reward": recipe.reward.model is not None,
-    }
-    return tuple(name for name, is_asked in asked.items() if is_asked)
-
-
 def build_roles(
     recipe: Recipe, *, num_steps: int | None = None, when_built: Callable[[Role], None] | None = None
 ) -> Roles:
@@ -101,7 +88,7 @@ def build_roles(
         raise ValueError("num_steps: the learning rates need the number of steps; give it, or set max_steps.")
     meshes: dict[MeshSizes, Meshes] = {}
     built: dict[str, Role] = {}
-    for name in role_names(recipe):
+    for name in active_roles(recipe):
         own = role_recipe(recipe, name)
         sizes = (own.cp_size, own.tp_size, own.mp_replicate_size, own.ep_size, own.edp_size)
         if sizes not in meshes:
@@ -121,7 +108,7 @@ def build_roles(
 
 def _build_role(name: RoleName, recipe: Recipe, meshes: Meshes, num_steps: int) -> Role:
     model = build_model(recipe, meshes, VALUE_HEADS.get(name))
-    if name not in TRAINED:
+    if name not in TRAINED_ROLES:
         model.requires_grad_(False).eval()
         return Role(name=name, recipe=recipe, meshes=meshes, model=model)
     optimizer = build_optimizer(model, recipe.optim_config, recipe.learning_rate)

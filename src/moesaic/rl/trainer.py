@@ -24,6 +24,7 @@ from moesaic import runtime
 from moesaic.config import Recipe
 from moesaic.config.load import build_recipe, read_mapping
 from moesaic.config.problem import RecipeError
+from moesaic.config.rl_check import reward_weight_problems
 
 
 class RlTrainer:
@@ -31,7 +32,8 @@ class RlTrainer:
 
     Args:
         recipe: a YAML file, fields as YAML gives them, or a ``Recipe``; ``stage`` is ``rl`` where it doesn't say.
-        reward_fn: one function or several, in verl's or TRL's signature (``rl/rewards.py``), beside the recipe's.
+        reward_fn: one function or several, in verl's or TRL's signature (``rl/rewards.py``), beside the recipe's; each
+            has the weight 1.
         dataset: rows to ask instead of the recipe's ``train_dataset``; JSON values. They are written to
             ``prompts-<checksum>.jsonl`` in the run's folder, and belong to the run: it goes on only with the same.
         fields: of the recipe, in place of its own.
@@ -59,6 +61,8 @@ class RlTrainer:
         ignored = frozenset({"reward.functions"}) if self._reward_fns else frozenset()
         world_size = runtime.world_size_from_launcher()
         self.recipe = build_recipe(data, problems, source, world_size=world_size, ignored=ignored)
+        if wrong := list(reward_weight_problems(self.recipe)):  # ignored with the functions, and read all the same
+            raise RecipeError(wrong, source=source)
 
     def train(self) -> None:
         """Run it to its end, as this process's rank (``rl/loop.py::train_rl``)."""

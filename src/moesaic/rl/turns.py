@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from moesaic.engines.base import Completion, Engine, RanksApart, Sampling
-from moesaic.rl.environment import Environment, MakeEnvironment, encode_observation
+from moesaic.rl.environment import Environment, MakeEnvironment, Step, encode_observation
 from moesaic.rl.requests import add_completion, add_observation, is_finished, request_seed
 from moesaic.rl.rollout_engines import Seat
 from moesaic.rl.types import Trajectory
@@ -196,6 +196,8 @@ class Turns:
             if line.environment is None:
                 line.environment = options.make_environment(trajectory.prompt.row)
             step = line.environment.step(options.tokenizer.decode(tokens, skip_special_tokens=True), tokens)
+            if not isinstance(step, Step):  # a look-alike's reward was never looked at
+                raise TypeError(f"step() gave {type(step).__name__}, not a Step")
             said: tuple[int, ...] = ()
             if not step.is_done and self._has_turn_left(trajectory):
                 assert step.observation is not None, "Step has said so"
@@ -208,7 +210,7 @@ class Turns:
                 exc_info=True,
             )
             return _Reply(has_failed=True)
-        return _Reply(tokens=said, reward=float(step.reward), is_done=step.is_done)
+        return _Reply(tokens=said, reward=step.reward, is_done=step.is_done)
 
     def _has_turn_left(self, trajectory: Trajectory) -> bool:
         """After the one that has ended, which isn't counted yet."""

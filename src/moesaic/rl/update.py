@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesaic.config import Recipe
+from moesaic.config.rl_check import has_policy_loss
 from moesaic.data.batch import Batch
 from moesaic.data.shard import shard_batch
 from moesaic.meshes import Meshes
@@ -84,7 +85,7 @@ def update_actor(
     recipe = role.recipe
     is_supervised = recipe.distillation_config.mode == "forward_kl_topk"
     assert is_supervised == (topk is not None), f"distillation_config.mode={recipe.distillation_config.mode}, {topk=}"
-    needed = [*(POLICY_COLUMNS if _has_policy_loss(recipe) else ()), *(("ref_logprobs",) if _has_kl(recipe) else ())]
+    needed = [*(POLICY_COLUMNS if has_policy_loss(recipe) else ()), *(("ref_logprobs",) if _has_kl(recipe) else ())]
     reported = [name for name in ("rollout_weights", "entropy") if name in experience.columns]
     loss_of = _actor_loss(recipe, vocabulary_shard(role.model))
     metrics = _update(role, experience, mask_BT, [*needed, *reported], loss_of, topk=topk, router=router)
@@ -108,10 +109,6 @@ def update_critic(role: Role, experience: Experience, mask_BT: Tensor) -> dict[s
     return _update(role, experience, mask_BT, CRITIC_COLUMNS, loss_of)
 
 
-def _has_policy_loss(recipe: Recipe) -> bool:
-    return recipe.distillation_config.mode != "forward_kl_topk" or recipe.distillation_config.use_task_rewards
-
-
 def _has_kl(recipe: Recipe) -> bool:
     return recipe.kl_config.use == "loss"
 
@@ -125,7 +122,7 @@ def _actor_loss(recipe: Recipe, vocabulary: VocabularyShard | None) -> Callable[
         losses = torch.zeros_like(logprobs)
         weighted: dict[str, Tensor] = {}
         means: dict[str, Tensor] = {}
-        if _has_policy_loss(recipe):
+        if has_policy_loss(recipe):
             terms = PolicyTerms(
                 logprobs=logprobs,
                 old_logprobs=tokens.columns["old_logprobs"],

@@ -7,8 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from moesaic.config import Recipe
-from moesaic.config.roles import RoleName, role_recipe
-from moesaic.rl.roles import role_names
+from moesaic.config.roles import RoleName, active_roles, role_recipe
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -25,7 +24,7 @@ def require_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> N
             whose likeliest tokens may be none of the actor's.
     """
     size = _vocab_size(recipe.model)
-    for name in role_names(recipe):
+    for name in active_roles(recipe):
         folder = role_recipe(recipe, name).model
         if folder == recipe.model:
             continue

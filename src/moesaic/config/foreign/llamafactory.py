@@ -10,21 +10,8 @@ from typing import Any
 
 import yaml
 
-from moesaic.config.foreign.table import (
-    Needless,
-    NoEquivalent,
-    Outcome,
-    Rule,
-    Theirs,
-    Tool,
-    Value,
-    computed,
-    needless,
-    never,
-    one_of,
-    only,
-    same,
-)
+from moesaic.config.foreign.rules import computed, needless, never, one_of, only, same
+from moesaic.config.foreign.table import Needless, NoEquivalent, Outcome, Rule, Theirs, Tool, Value
 
 ADAPTERS = "adapters are not trained here, only whole models"
 OTHER_OPTIMIZER = "the optimizer is AdamW"

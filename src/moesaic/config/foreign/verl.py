@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from moesaic.config.foreign.table import Rule, Tool, needless, only, same
+from moesaic.config.foreign.rules import needless, only, same
+from moesaic.config.foreign.table import Rule, Tool
 from moesaic.config.foreign.verl_parts import COMMON, engine_rules, micro_batches, model_rules, optim_rules
 from moesaic.config.foreign.verl_ppo import PPO
 

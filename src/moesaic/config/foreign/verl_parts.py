@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.config.foreign.table import (
-    Needless,
-    NoEquivalent,
-    Outcome,
-    Rule,
-    Theirs,
-    Value,
-    computed,
-    needless,
-    never,
-    one_of,
-    only,
-    same,
-)
+from moesaic.config.foreign.rules import computed, needless, never, one_of, only, same
+from moesaic.config.foreign.table import Needless, NoEquivalent, Outcome, Rule, Theirs, Value
 
 RL = "stage: rl"
 ADAPTERS = "adapters are not trained here, only whole models"
@@ -53,18 +41,16 @@ def _ranks(value: Any, theirs: Theirs) -> Outcome:
     return Value({"dp_size": ranks // cp_size_of(theirs)}, "nnodes * n_gpus_per_node / ulysses_sequence_parallel_size")
 
 
-CP_FIELDS = (
-    "ulysses_sequence_parallel_size",
-    "engine.ulysses_sequence_parallel_size",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
-)
+ULYSSES = "ulysses_sequence_parallel_size"
+# Sections that may say how many ranks share a sequence of what is trained.
+TRAINED = ("", "engine.", "actor_rollout_ref.actor.", "actor_rollout_ref.actor.fsdp_config.")
 RESHARD = "reshard_after_forward"
 
 
-def cp_size_of(theirs: Theirs) -> int:
-    """Ranks of a sequence, whichever of their fields says it."""
-    return next((int(theirs.get(name, 1)) for name in CP_FIELDS if theirs.get(name, 1) != 1), 1)
+def cp_size_of(theirs: Theirs, sections: Sequence[str] = TRAINED) -> int:
+    """Ranks of a sequence, whichever of the ``sections`` says it."""
+    sizes = [int(theirs.get(f"{section}{ULYSSES}", 1)) for section in sections]
+    return next((size for size in sizes if size != 1), 1)
 
 
 def micro_batches(rows: str, tokens: str, dynamic: str) -> dict[str, Rule]:

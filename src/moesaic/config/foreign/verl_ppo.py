@@ -15,22 +15,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from moesaic.config.foreign.table import (
-    Needless,
-    NoEquivalent,
-    Outcome,
-    Rule,
-    Theirs,
-    Tool,
-    Value,
-    computed,
-    needless,
-    one_of,
-    only,
-    same,
-)
+from moesaic.config.foreign.rules import Condition, computed, needless, one_of, only, same, when
+from moesaic.config.foreign.table import Needless, NoEquivalent, Outcome, Rule, Theirs, Tool, Value
 from moesaic.config.foreign.verl_parts import (
     COMMON,
+    ULYSSES,
     cp_size_of,
     engine_rules,
     micro_batches,
@@ -38,16 +27,7 @@ from moesaic.config.foreign.verl_parts import (
     optim_rules,
 )
 from moesaic.config.foreign.verl_reward import REWARD_RULES, distillation_rules, is_distilled_by_policy
-from moesaic.config.foreign.verl_roles import (
-    ACTOR,
-    CRITIC_RULES,
-    REF_RULES,
-    SPEED,
-    Condition,
-    has_critic,
-    parks,
-    when,
-)
+from moesaic.config.foreign.verl_roles import ACTOR, CRITIC_RULES, REF_RULES, SPEED, has_critic, parks
 from moesaic.config.foreign.verl_rollout import DATA_RULES, ROLLOUT_RULES
 
 CORRECTION = "algorithm.rollout_correction"
@@ -65,14 +45,9 @@ ESTIMATORS = {
 
 
 LOSSES = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv")
-
-
+SAPO_AGGREGATION = "seq-mean-token-mean"
 KL_TYPES = {"mse": "k2", "k2": "k2", "mse+": "k2", "k2+": "k2", "low_var_kl": "k3", "k3": "k3"}
-
-
 KL_TYPES_IN_LOSS = {**KL_TYPES, "low_var_kl+": "k3+", "k3+": "k3+", "k1+": "k2", "kl+": "k2"}
-
-
 KL_TYPES_IN_REWARD = {**KL_TYPES, "kl": "k1", "k1": "k1", "kl+": "k1", "k1+": "k1", "low_var_kl+": "k3", "k3+": "k3"}
 
 
@@ -133,6 +108,15 @@ def _clip_c(value: Any, theirs: Theirs) -> Outcome:
     if mode == "dppo_tv" and value != 20:
         return NoEquivalent("dppo_tv cuts a token's weight at 20 here")
     return Needless(f"loss_mode: {mode} has no dual clip")
+
+
+def _aggregation(value: Any, theirs: Theirs) -> Outcome:
+    """Theirs counts for divergence, entropy and values; for a policy loss but sapo's."""
+    if value is None or value == SAPO_AGGREGATION or _loss_mode(theirs) != "sapo" or is_distilled_by_policy(theirs):
+        return Value({"algorithm.loss_agg_mode": value}) if value else Needless("unset")
+    if theirs.get(f"{ACTOR}.entropy_coeff", 0) or _has_kl_loss(theirs):
+        return NoEquivalent(f"sapo takes {SAPO_AGGREGATION} there, divergence and entropy this one; here all take one")
+    return Value({"algorithm.loss_agg_mode": SAPO_AGGREGATION}, "sapo's there, whatever is written")
 
 
 def _scale_factor(value: Any, theirs: Theirs) -> Outcome:
@@ -272,7 +256,7 @@ ACTOR_RULES: Mapping[str, Rule] = {
         "distillation has a loss of its own",
     ),
     f"{ACTOR}.policy_loss.*": needless("counts for losses that aren't here"),
-    f"{ACTOR}.loss_agg_mode": same("algorithm.loss_agg_mode"),
+    f"{ACTOR}.loss_agg_mode": computed(_aggregation, "algorithm.loss_agg_mode"),
     f"{ACTOR}.loss_scale_factor": computed(_scale_factor, "algorithm.loss_scale_factor"),
     f"{ACTOR}.entropy_coeff": same("algorithm.entropy_coeff", float),
     f"{ACTOR}.calculate_entropy": needless("a metric"),
@@ -290,12 +274,10 @@ ACTOR_RULES: Mapping[str, Rule] = {
     f"{ACTOR}.checkpoint.*": needless("checkpoints hold everything; the last model is exported"),
     f"{ACTOR}.grad_clip": same("max_grad_norm", float),
     f"{ACTOR}.optim.clip_grad": needless("grad_clip says it"),
-    f"{ACTOR}.ulysses_sequence_parallel_size": computed(
-        lambda _, theirs: Value({"cp_size": cp_size_of(theirs)}), "cp_size"
-    ),
-    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": computed(
-        lambda _, theirs: Value({"cp_size": cp_size_of(theirs)}), "cp_size"
-    ),
+    **{
+        f"{ACTOR}.{section}{ULYSSES}": computed(lambda _, theirs: Value({"cp_size": cp_size_of(theirs)}), "cp_size")
+        for section in ("", "fsdp_config.")
+    },
     f"{ACTOR}.fsdp_config.param_offload": computed(parks, "park_idle_roles"),
     f"{ACTOR}.fsdp_config.optimizer_offload": computed(parks, "park_idle_roles"),
     f"{ACTOR}.fsdp_config.strategy": needless("the actor's strategy says it"),

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moesaic.config.foreign.table import (
-    Needless,
-    NoEquivalent,
-    Outcome,
-    Rule,
-    Theirs,
-    Value,
-    computed,
-    needless,
-    only,
-)
+from moesaic.config.foreign.rules import computed, needless, only, when
+from moesaic.config.foreign.table import Needless, NoEquivalent, Outcome, Rule, Theirs, Value
 from moesaic.config.foreign.verl_parts import home
 
 FUNCTION = "reward.custom_reward_function"
@@ -207,13 +198,10 @@ def distillation_rules() -> dict[str, Rule]:
         f"{TEACHER}.*": needless("the teacher answers on the ranks that train, without an engine"),
         "distillation.teacher_models.*.model_path": only(reason="one teacher, under the name teacher_model"),
         "distillation.teacher_models.*": needless("the teacher answers on the ranks that train, without an engine"),
-        "distillation.*": needless("the teacher is on the ranks that train"),
+        "distillation.enabled": needless("part of distillation_loss.loss_mode"),
+        "distillation.n_gpus_per_node": needless("the teacher is on the ranks that train"),
+        "distillation.nnodes": needless("the teacher is on the ranks that train"),
+        "distillation.teacher_key": needless("one teacher answers all"),
     }
 
-    def gate(rule: Rule) -> Rule:
-        def apply(value: Any, theirs: Theirs) -> Outcome:
-            return rule.apply(value, theirs) if is_distilled(theirs) else Needless("counts for distillation only")
-
-        return Rule(apply=apply, targets=rule.targets)
-
-    return {name: gate(rule) for name, rule in rules.items()}
+    return {name: when(is_distilled, rule, "counts for distillation only") for name, rule in rules.items()}

@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from moesaic.config.foreign.table import (
-    Needless,
-    NoEquivalent,
-    Outcome,
-    Rule,
-    Theirs,
-    Value,
-    computed,
-    needless,
-    only,
-    same,
-)
-from moesaic.config.foreign.verl_parts import (
-    RESHARD,
-    home,
-    model_rules,
-)
+from moesaic.config.foreign.rules import Condition, computed, needless, only, same, when
+from moesaic.config.foreign.table import Needless, NoEquivalent, Outcome, Rule, Theirs, Value
+from moesaic.config.foreign.verl_parts import RESHARD, ULYSSES, cp_size_of, home, model_rules, optim_rules
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 SPEED = "speed only"
 AS_ACTOR = "it is the actor's here, and the file has another"
-Condition = Callable[[Theirs], bool]
-
-
-def when(condition: Condition, rule: Rule, otherwise: str) -> Rule:
-    """A rule for files of one kind; in others the field says nothing."""
-
-    def apply(value: Any, theirs: Theirs) -> Outcome:
-        return rule.apply(value, theirs) if condition(theirs) else Needless(otherwise)
-
-    return Rule(apply=apply, targets=rule.targets)
 
 
 def as_actor(name: str, reason: str = AS_ACTOR) -> Rule:
     """A field of another role that has to say what the actor's field ``name`` says."""
 
     def apply(value: Any, theirs: Theirs) -> Outcome:
-        is_same = value is None or theirs.get(name) is None or value == theirs.get(name)
+        is_same = value is None or value == theirs.values.get(name, value)
         return Needless("as the actor's") if is_same else NoEquivalent(reason)
 
     return computed(apply)
@@ -58,6 +34,39 @@ def unless_actors(target: str, name: str) -> Rule:
         return Value({target: value})
 
     return computed(apply, target)
+
+
+def _cp_size(role: str, section: str) -> Rule:
+    """Ranks of a sequence, of the role whose ``section`` says it."""
+
+    def apply(_: Any, theirs: Theirs) -> Outcome:
+        cp_size = cp_size_of(theirs, (section,))
+        return Needless("as the actor's") if cp_size == cp_size_of(theirs) else Value({f"{role}.cp_size": cp_size})
+
+    return computed(apply, f"{role}.cp_size")
+
+
+def _micro_batch_tokens(role: str, section: str) -> Rule:
+    """Theirs are per GPU, here they are of all ranks that share a sequence."""
+    target = f"{role}.micro_batch_tokens"
+
+    def apply(value: Any, theirs: Theirs) -> Outcome:
+        if value is None:
+            return Needless("unset")
+        cp_size = cp_size_of(theirs, (section,))
+        tokens = int(value) * cp_size
+        if tokens == theirs.get(f"{ACTOR}.ppo_max_token_len_per_gpu", 0) * cp_size_of(theirs):
+            return Needless("as the actor's")
+        return Value({target: tokens}, "" if cp_size == 1 else f"per GPU * {ULYSSES}")
+
+    return computed(apply, target)
+
+
+def _critic_aggregation(value: Any, theirs: Theirs) -> Outcome:
+    """Here it is one with the policy's, which under sapo is seq-mean-token-mean there, whatever is written."""
+    is_sapo = theirs.get(f"{ACTOR}.policy_loss.loss_mode") == "sapo"
+    policy = "seq-mean-token-mean" if is_sapo else theirs.get(f"{ACTOR}.loss_agg_mode")
+    return Needless("as the actor's") if value in (None, policy) else NoEquivalent(AS_ACTOR)
 
 
 def has_critic(theirs: Theirs) -> bool:
@@ -91,7 +100,18 @@ def _role_engine(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.strategy": needless("the role's own strategy says it"),
         f"{prefix}.ulysses_sequence_parallel_size": needless("the role's own ulysses_sequence_parallel_size says it"),
         f"{prefix}.qat.enable": only(False, reason="training isn't quantized"),
-        f"{prefix}.*": needless(SPEED + ", or the run's"),
+        f"{prefix}.full_determinism": as_actor(f"{base}.full_determinism"),
+        f"{prefix}.seed": needless("the run's"),
+        f"{prefix}.forward_only": needless("as the role is"),
+        f"{prefix}.qat.*": needless("counts for qat.enable only"),
+        f"{prefix}.turbo_config.*": needless("counts for strategy: fsdp_turbo only"),
+        **{
+            f"{prefix}.{name}": needless(SPEED)
+            for name in (
+                *("wrap_policy.*", "forward_prefetch", "use_orig_params", "entropy_*", "use_torch_compile"),
+                *("use_no_sync_for_gradient_accumulation", "pad_to_length*"),
+            )
+        },
     }
 
 
@@ -117,10 +137,10 @@ REF_RULES: Mapping[str, Rule] = _role(
         "log_prob_use_dynamic_bsz": as_actor(f"{ACTOR}.use_dynamic_bsz"),
         "log_prob_max_token_len_per_gpu": when(
             lambda theirs: bool(theirs.get(f"{REF}.log_prob_use_dynamic_bsz")),
-            unless_actors("ref.micro_batch_tokens", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+            _micro_batch_tokens("ref", f"{REF}."),
             "counts for log_prob_use_dynamic_bsz only",
         ),
-        "ulysses_sequence_parallel_size": unless_actors("ref.cp_size", f"{ACTOR}.ulysses_sequence_parallel_size"),
+        ULYSSES: _cp_size("ref", f"{REF}."),
         **{name.removeprefix(f"{REF}."): rule for name, rule in _role_engine(f"{REF}.fsdp_config", "ref").items()},
         "rollout_n": needless("rollout.n says it"),
         "use_torch_compile": needless(SPEED),
@@ -150,11 +170,15 @@ CRITIC_RULES: Mapping[str, Rule] = _role(
         "optim.lr": same("critic.learning_rate", float),
         **{
             f"optim.{name}": as_actor(f"{ACTOR}.optim.{name}", "the critic has the actor's optimizer, but for its rate")
-            for name in ("betas", "weight_decay", "lr_scheduler_type", "lr_warmup_steps", "lr_warmup_steps_ratio")
+            for name in (field.removeprefix(".") for field in optim_rules(""))
+            if name not in ("lr", "clip_grad")
         },
-        "optim.*": needless("as the actor's"),
+        "optim.clip_grad": needless("grad_clip says it"),
         "cliprange_value": same("critic.cliprange_value", float),
         "strategy": as_actor(f"{ACTOR}.strategy"),
+        "enable": needless("part of adv_estimator"),
+        "ppo_micro_batch_size": only(reason="ppo_micro_batch_size_per_gpu says it"),
+        "forward_*": needless("values take the updates' micro-batches"),
         "ppo_micro_batch_size_per_gpu": when(
             lambda theirs: not theirs.get("critic.use_dynamic_bsz"),
             unless_actors("critic.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
@@ -162,7 +186,7 @@ CRITIC_RULES: Mapping[str, Rule] = _role(
         ),
         "ppo_max_token_len_per_gpu": when(
             lambda theirs: bool(theirs.get("critic.use_dynamic_bsz")),
-            unless_actors("critic.micro_batch_tokens", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+            _micro_batch_tokens("critic", "critic."),
             "counts for use_dynamic_bsz only",
         ),
         **{
@@ -171,12 +195,20 @@ CRITIC_RULES: Mapping[str, Rule] = _role(
                 "use_dynamic_bsz",
                 "ppo_mini_batch_size",
                 "ppo_epochs",
-                "loss_agg_mode",
                 "grad_clip",
                 "shuffle",
             )
         },
-        "ulysses_sequence_parallel_size": unless_actors("critic.cp_size", f"{ACTOR}.ulysses_sequence_parallel_size"),
+        "loss_agg_mode": computed(_critic_aggregation),
+        "loss_scale_factor": when(
+            lambda theirs: theirs.get(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm",
+            as_actor(f"{ACTOR}.loss_scale_factor"),
+            "counts for seq-mean-token-sum-norm only",
+        ),
+        "data_loader_seed": needless("counts for shuffle only"),
+        "checkpoint.*": needless("checkpoints hold everything"),
+        "rollout_n": needless("rollout.n says it"),
+        ULYSSES: _cp_size("critic", "critic."),
         **{name.removeprefix("critic."): rule for name, rule in _role_engine("critic.fsdp", "critic").items()},
         **{
             name.removeprefix("critic."): rule
@@ -187,7 +219,5 @@ CRITIC_RULES: Mapping[str, Rule] = _role(
             for name, rule in model_rules("critic.model").items()
             if ".path" not in name and "checkpointing" not in name
         },
-        "model.*": needless("counts for what isn't here"),
-        "*": needless("as the actor's"),
     },
 )

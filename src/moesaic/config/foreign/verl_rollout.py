@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moesaic.config.foreign.table import (
-    Needless,
-    NoEquivalent,
-    Outcome,
-    Rule,
-    Theirs,
-    Value,
-    computed,
-    needless,
-    one_of,
-    only,
-    same,
-)
+from moesaic.config.foreign.rules import computed, needless, one_of, only, same, when
+from moesaic.config.foreign.table import Needless, NoEquivalent, Outcome, Rule, Theirs, Value
 from moesaic.config.foreign.verl_parts import home
-from moesaic.config.foreign.verl_roles import SPEED, when
+from moesaic.config.foreign.verl_roles import SPEED
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VAL = f"{ROLLOUT}.val_kwargs"
 
 
 ENGINE_OPTION = "how the engine goes about it; what it draws is the same"
+ENGINE_OPTIONS = (
+    *("mode", "n_gpus_per_node", "full_determinism", "seed", "gpu_memory_utilization", "enforce_eager"),
+    *("cudagraph_capture_sizes", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill"),
+    *("enable_prefix_caching", "logprobs_mode", "scheduling_policy", "load_format", "layered_summon"),
+    *("disable_log_stats", "multi_stage_wake_up", "router_config_path", "skip_tokenizer_init", "trace.*"),
+    *("moe_load_balance_metrics_interval", "prometheus.*", "checkpoint_engine.*", "disaggregation.*"),
+    *("agent.num_workers", "agent.custom_async_server.name"),
+)
 
 
 def _prompts(target: str) -> Rule:
@@ -72,6 +69,13 @@ def _length(name: str) -> Rule:
         return Needless(f"{name} says it") if value == theirs.get(name, 512) else NoEquivalent(f"{name} says otherwise")
 
     return computed(apply)
+
+
+def _longest(value: Any, theirs: Theirs) -> Outcome:
+    longest = int(theirs.get("data.max_prompt_length", 512)) + int(theirs.get("data.max_response_length", 512))
+    if value is None or value >= longest:
+        return Needless("max_prompt_length and max_response_length say it")
+    return NoEquivalent(f"shorter than max_prompt_length + max_response_length = {longest}: it would cut completions")
 
 
 DATA_RULES: Mapping[str, Rule] = {
@@ -147,5 +151,9 @@ ROLLOUT_RULES: Mapping[str, Rule] = {
     f"{ROLLOUT}.mtp.enable": only(False, reason="no further tokens are predicted"),
     f"{ROLLOUT}.qat.enable": only(False, reason="training isn't quantized"),
     f"{ROLLOUT}.log_prob_*": needless("old log-probabilities take the actor's micro-batches"),
-    f"{ROLLOUT}.*": needless(ENGINE_OPTION),
+    f"{ROLLOUT}.max_model_len": computed(_longest),
+    f"{ROLLOUT}.calculate_log_probs": needless("they are always taken along, and compared"),
+    f"{ROLLOUT}.mtp*": needless("the model's mtp says it"),
+    f"{ROLLOUT}.qat*": needless("the actor's qat says it"),
+    **{f"{ROLLOUT}.{name}": needless(ENGINE_OPTION) for name in ENGINE_OPTIONS},
 }
