@@ -26,9 +26,9 @@ from tests.pool import RunRanks, WorkerPool  # noqa: E402  (the environment come
 # was measured; a folder that is over is marked, not failed: a busy machine must not turn a good change red.
 BUDGET_S = {
     "tests": 15,
-    "tests/unit": 75,
-    "tests/dist": 360,
-    "tests/oracle": 200,
+    "tests/unit": 70,
+    "tests/dist": 340,
+    "tests/oracle": 220,
     "tests/engines": 360,
     "tests/sglang": 240,
 }
