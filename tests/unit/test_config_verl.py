@@ -211,6 +211,13 @@ SAME: list[tuple[dict[str, Any], str, Any]] = [
     ({"trainer.critic_warmup": 20}, "critic.critic_warmup", 19),
     ({**GRPO, "trainer.critic_warmup": 20}, "critic", None),
     ({"critic.ulysses_sequence_parallel_size": 2}, "critic.cp_size", 2),
+    ({"critic.fsdp.ulysses_sequence_parallel_size": 2}, "critic.cp_size", 2),
+    ({**DYNAMIC, "critic.fsdp.ulysses_sequence_parallel_size": 2}, "critic.micro_batch_tokens", 65536),
+    (
+        {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": 2},
+        "ref.cp_size",
+        2,
+    ),
     ({f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2}, "cp_size", 2),
     (DYNAMIC, "micro_batch_tokens", 16384),
     (DYNAMIC, "critic.micro_batch_tokens", 32768),

@@ -363,7 +363,7 @@ class Recipe(Section):
         int | None,
         about(
             OURS,
-            "Steps between two held-out losses; rl: scores, also before the first step. Unset: after the last step.",
+            "Steps between two held-out losses; rl: scores, and before the first step. Unset: no others but the last.",
             ge=1,
         ),
     ] = None

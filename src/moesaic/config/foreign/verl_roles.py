@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesaic.config.foreign.rules import Condition, computed, needless, only, same, when
@@ -36,24 +36,31 @@ def unless_actors(target: str, name: str) -> Rule:
     return computed(apply, target)
 
 
-def _cp_size(role: str, section: str) -> Rule:
-    """Ranks of a sequence, of the role whose ``section`` says it."""
+# Where a role that isn't the actor says how many ranks a sequence has: in the role's own field, or its engine's.
+ROLE_SECTIONS: Mapping[str, Sequence[str]] = {
+    "ref": (f"{REF}.", f"{REF}.fsdp_config."),
+    "critic": ("critic.", "critic.fsdp.", "critic.model.fsdp_config."),
+}
+
+
+def _cp_size(role: str) -> Rule:
+    """Ranks of a sequence, whichever of the role's sections says it."""
 
     def apply(_: Any, theirs: Theirs) -> Outcome:
-        cp_size = cp_size_of(theirs, (section,))
+        cp_size = cp_size_of(theirs, ROLE_SECTIONS[role])
         return Needless("as the actor's") if cp_size == cp_size_of(theirs) else Value({f"{role}.cp_size": cp_size})
 
     return computed(apply, f"{role}.cp_size")
 
 
-def _micro_batch_tokens(role: str, section: str) -> Rule:
+def _micro_batch_tokens(role: str) -> Rule:
     """Theirs are per GPU, here they are of all ranks that share a sequence."""
     target = f"{role}.micro_batch_tokens"
 
     def apply(value: Any, theirs: Theirs) -> Outcome:
         if value is None:
             return Needless("unset")
-        cp_size = cp_size_of(theirs, (section,))
+        cp_size = cp_size_of(theirs, ROLE_SECTIONS[role])
         tokens = int(value) * cp_size
         if tokens == theirs.get(f"{ACTOR}.ppo_max_token_len_per_gpu", 0) * cp_size_of(theirs):
             return Needless("as the actor's")
@@ -66,7 +73,11 @@ def _critic_aggregation(value: Any, theirs: Theirs) -> Outcome:
     """Here it is one with the policy's, which under sapo is seq-mean-token-mean there, whatever is written."""
     is_sapo = theirs.get(f"{ACTOR}.policy_loss.loss_mode") == "sapo"
     policy = "seq-mean-token-mean" if is_sapo else theirs.get(f"{ACTOR}.loss_agg_mode")
-    return Needless("as the actor's") if value in (None, policy) else NoEquivalent(AS_ACTOR)
+    if value in (None, policy):
+        return Needless("as the actor's")
+    return NoEquivalent(
+        "sapo is averaged by sequences there, and values aren't; here both are" if is_sapo else AS_ACTOR
+    )
 
 
 def has_critic(theirs: Theirs) -> bool:
@@ -98,7 +109,7 @@ def _role_engine(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.param_offload": computed(parks, "park_idle_roles"),
         f"{prefix}.optimizer_offload": computed(parks, "park_idle_roles"),
         f"{prefix}.strategy": needless("the role's own strategy says it"),
-        f"{prefix}.ulysses_sequence_parallel_size": needless("the role's own ulysses_sequence_parallel_size says it"),
+        f"{prefix}.ulysses_sequence_parallel_size": _cp_size(role),
         f"{prefix}.qat.enable": only(False, reason="training isn't quantized"),
         f"{prefix}.full_determinism": as_actor(f"{base}.full_determinism"),
         f"{prefix}.seed": needless("the run's"),
@@ -137,10 +148,10 @@ REF_RULES: Mapping[str, Rule] = _role(
         "log_prob_use_dynamic_bsz": as_actor(f"{ACTOR}.use_dynamic_bsz"),
         "log_prob_max_token_len_per_gpu": when(
             lambda theirs: bool(theirs.get(f"{REF}.log_prob_use_dynamic_bsz")),
-            _micro_batch_tokens("ref", f"{REF}."),
+            _micro_batch_tokens("ref"),
             "counts for log_prob_use_dynamic_bsz only",
         ),
-        ULYSSES: _cp_size("ref", f"{REF}."),
+        ULYSSES: _cp_size("ref"),
         **{name.removeprefix(f"{REF}."): rule for name, rule in _role_engine(f"{REF}.fsdp_config", "ref").items()},
         "rollout_n": needless("rollout.n says it"),
         "use_torch_compile": needless(SPEED),
@@ -186,7 +197,7 @@ CRITIC_RULES: Mapping[str, Rule] = _role(
         ),
         "ppo_max_token_len_per_gpu": when(
             lambda theirs: bool(theirs.get("critic.use_dynamic_bsz")),
-            _micro_batch_tokens("critic", "critic."),
+            _micro_batch_tokens("critic"),
             "counts for use_dynamic_bsz only",
         ),
         **{
@@ -208,7 +219,7 @@ CRITIC_RULES: Mapping[str, Rule] = _role(
         "data_loader_seed": needless("counts for shuffle only"),
         "checkpoint.*": needless("checkpoints hold everything"),
         "rollout_n": needless("rollout.n says it"),
-        ULYSSES: _cp_size("critic", "critic."),
+        ULYSSES: _cp_size("critic"),
         **{name.removeprefix("critic."): rule for name, rule in _role_engine("critic.fsdp", "critic").items()},
         **{
             name.removeprefix("critic."): rule
