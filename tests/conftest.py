@@ -22,8 +22,8 @@ os.environ.update(
 
 from tests.pool import RunRanks, WorkerPool  # noqa: E402  (the environment comes first)
 
-# Seconds of wall clock that a folder may take on 2 cores; together under the suite's 11 minutes. Printed beside what
-# was measured; a folder that is over is marked, not failed: a busy machine must not turn a good change red.
+# Seconds of wall clock that a folder may take on 2 quiet cores: together under 11 minutes, on a slower hour 12. Printed
+# beside what was measured; a folder that is over is marked, not failed: a busy machine must not turn a good change red.
 BUDGET_S = {
     "tests": 15,
     "tests/unit": 70,
