@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from moesaic.rl.environment import Step, encode_observation, load_environment
@@ -81,12 +82,14 @@ def test_templates_that_cannot_go_on(template: str, message: str) -> None:
 
 def test_steps_that_say_nothing_are_refused() -> None:
     assert Step(is_done=True, reward=1).observation is None
+    assert type(Step(is_done=True, reward=numpy.float16(0.5)).reward) is float, "halves would add up as halves"
     for bad in (
         {},
         {"observation": ""},
         {"observation": "x", "reward": float("nan")},
         {"is_done": True, "reward": "1"},
         {"is_done": True, "reward": -(10**400)},
+        {"is_done": True, "reward": numpy.float16("inf")},
         {"is_done": True, "reward": 1e39},  # beyond fp32, in which rewards are kept
     ):
         with pytest.raises(ValueError, match="finite number|is_done"):

@@ -238,7 +238,7 @@ def raises(solution_str: str) -> float:
 
 def test_failures_are_counted_by_kind_and_never_fatal(caplog: pytest.LogCaptureFixture) -> None:
     values: dict[str, Any] = {
-        "none": None, "text": "1.0", "nan": float("nan"), "inf": np.inf, "dict": {"acc": 1}, "list": [1.0],
+        "none": None, "text": "1.0", "nan": float("nan"), "inf": np.float16("inf"), "dict": {"acc": 1}, "list": [1.0],
         "huge": -(10**400), "large": 10**39, "fine": np.float32(2), "bool": True, "tensor": torch.tensor(3.0),
         "array": np.array([4.0]),
     }  # fmt: skip

@@ -27,7 +27,7 @@ from moesaic.ops.placements import local_blocks
 from moesaic.parallel.apply import find_ties
 from moesaic.parallel.experts import ExpertPlan, expert_parallelize_modules
 from moesaic.specs import find_spec, refusal
-from moesaic.weights.agree import raise_together, state_tensors
+from moesaic.weights.agree import raise_together
 
 
 def build_engine_model(
@@ -97,22 +97,33 @@ def _size_problems(model: PreTrainedModel, tp_size: int) -> Iterator[str]:
 
 @torch.no_grad()
 def _try_out(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
-    """Some plans split a part of the model only, some tear gates from what they multiply; and some slices are too thin
-    for a kernel. All but the second end a forward: so there is one of one token here, with zeros for weights."""
-    problems = [f"{name} is split across its gates" for name, each in find_experts(model).items() if _is_torn(each)]
-    for tensor in state_tensors(model).values():
-        local_tensor(tensor).zero_()
+    """Some plans split a part of the model only, some tear experts' gates from what they multiply; and some slices are
+    too thin for a kernel. What is torn is looked for; the rest ends a forward, so there is one of one token, with zeros
+    for weights. It can't show what fits and is wrong elsewhere."""
+
+    def refuse(problem: str | None) -> None:
+        error = None
+        if problem is not None:
+            error = ValueError(
+                f"tp_size={tp_mesh.size()}: {type(model).__name__} can't be run as its plan in transformers splits it: "
+                f"{problem}. Set 1 or another size, or split its experts (ep_size)."
+            )
+        raise_together(error, tp_mesh, "trying out the split model")
+
+    # Before the forward: there a rank that has a problem of its own would be missed by the others.
+    refuse(
+        next(
+            (f"{name} is split across its gates" for name, each in find_experts(model).items() if _is_torn(each)), None
+        )
+    )
+    for parameter in model.parameters():
+        local_tensor(parameter).zero_()
+    problem = None
     try:
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
-    except Exception as problem:  # whatever transformers' code says of sizes that don't fit
-        problems.append(f"a forward ends in {type(problem).__name__}: {problem}")
-    error = None
-    if problems:
-        error = ValueError(
-            f"tp_size={tp_mesh.size()}: {type(model).__name__} can't be run as its plan in transformers splits it: "
-            f"{problems[0]}. Set 1 or another size, or split its experts (ep_size)."
-        )
-    raise_together(error, tp_mesh, "trying out the split model")
+    except Exception as error:  # whatever transformers' code says of sizes that don't fit
+        problem = f"a forward ends in {type(error).__name__}: {error}"
+    refuse(problem)
 
 
 def _is_torn(experts: nn.Module) -> bool:
@@ -124,7 +135,10 @@ def _is_torn(experts: nn.Module) -> bool:
     rows, columns = (2, 1) if flags.is_transposed else (1, 2)
     row = torch.linspace(-1, 1, up.size(rows), device=up.device)[None]
     activate = flags._apply_gate if flags.has_gate else flags.act_fn
-    own, whole = activate(row[:, _held(up, rows)]), activate(row)[:, _held(down, columns)]
+    try:
+        own, whole = activate(row[:, _held(up, rows)]), activate(row)[:, _held(down, columns)]
+    except RuntimeError:  # e.g. an odd number of gates and ups
+        return True
     return own.shape != whole.shape or not torch.allclose(own, whole)
 
 

@@ -33,7 +33,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from jinja2 import TemplateError
@@ -71,10 +71,21 @@ class Step:
     is_done: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.reward, numbers.Real) or not abs(self.reward) <= MAX_REWARD:  # NaN isn't, either
+        reward = finite(self.reward) if isinstance(self.reward, numbers.Real) else None
+        if reward is None:
             raise ValueError("reward: a finite number, of those that fp32 has.")
+        object.__setattr__(self, "reward", reward)  # numbers of numpy's would add up in their own precision
         if not self.is_done and not self.observation:
             raise ValueError(f"observation={self.observation!r}: text or turns, or is_done=True.")
+
+
+def finite(value: SupportsFloat) -> float | None:
+    """``value`` as a float; None where fp32 has no such finite number."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= MAX_REWARD else None  # NaN isn't
 
 
 class Environment(Protocol):

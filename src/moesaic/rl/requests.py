@@ -73,7 +73,7 @@ def share_of(num_requests: int, num_replicas: int, replica: int) -> range:
 
 
 def request_seed(*key: int) -> int:
-    """A seed that no other key of numbers (none negative) shares; 0 to 2**63 - 1."""
+    """A seed that no other key of as many numbers (none negative) shares; 0 to 2**63 - 1."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 

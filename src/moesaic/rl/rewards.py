@@ -35,7 +35,7 @@ import numpy
 from torch import Tensor
 
 from moesaic.rl.calls import FailureKind, LoopCalls, Outcome, ThreadCalls
-from moesaic.rl.environment import MAX_REWARD
+from moesaic.rl.environment import MAX_REWARD, finite
 from moesaic.rl.reasoning_tasks import TaskScorer
 from moesaic.rl.reward_functions import ANSWER_COLUMNS, BUILT_IN, MathVerifier, exact_match, ground_truth_of
 from moesaic.rl.types import Prompt, Trajectory
@@ -389,10 +389,10 @@ def _number_score(value: Any) -> _Score:
         value = value.item()
     if not isinstance(value, numbers.Real | numpy.bool_):
         return _Score(failure="not_a_number", message=f"a score is a number, not {_short(value)}")
-    size: Any = abs(value)
-    if not size <= MAX_REWARD:  # NaN isn't, either
+    number = finite(value)
+    if number is None:
         return _Score(failure="not_finite", message=f"a score is a finite number in fp32, not {_short(value)}")
-    return _Score(value=float(value))
+    return _Score(value=number)
 
 
 def _plain(value: Any) -> Any:
