@@ -179,9 +179,10 @@ def test_without_learning_nothing_moves(run_ranks: RunRanks, source: Path, tmp_p
     assert len(steps) == 5
     assert all(each["response_length/min"] < each["response_length/max"] for each in steps)
     for name in ("training/rollout_probs_diff_max", "rollout_corr/kl", "rollout_corr/k3_kl"):
-        assert all(abs(each[name]) <= 1e-5 for each in steps), name
-    largest = [each["training/rollout_probs_diff_max"] for each in steps]
-    assert 0 < max(largest) <= 5 * min(largest), largest
+        assert all(abs(each[name]) <= 2e-5 for each in steps), name  # 4.1e-6 was the largest seen
+    # Of some 100 tokens each, so steady: 1.4e-7 to 1.7e-7 was seen. The largest, of a single token, is not.
+    means = [each["training/rollout_probs_diff_mean"] for each in steps]
+    assert 0 < max(means) <= 2 * min(means), means
 
 
 def test_from_python_in_ten_lines(run_ranks: RunRanks, tmp_path: Path) -> None:

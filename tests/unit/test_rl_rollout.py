@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from moesaic.config.rl_sections import SamplingConfig
-from moesaic.engines.base import Completion, FinishReason, Sampling
+from moesaic.engines.base import Completion, FinishReason, Sampling, derive_seed
 from moesaic.rl.environment import Step
 from moesaic.rl.requests import (
     add_completion,
@@ -19,7 +19,6 @@ from moesaic.rl.requests import (
     is_finished,
     number_groups,
     pack,
-    request_seed,
     share_of,
     start_groups,
     unpack,
@@ -111,11 +110,11 @@ def test_shares_are_runs_and_cover_everything(num_requests: int) -> None:
 
 
 def test_seeds_differ_by_every_number_and_repeat() -> None:
-    keys = [(seed, step, purpose, batch, replica, call)
+    keys = [(seed, step, purpose, batch, place, call)
             for seed in (0, 5) for step in (0, 1) for purpose in range(3)
-            for batch in (0, 1) for replica in (0, 1) for call in (0, 1)]  # fmt: skip
-    seeds = [request_seed(*key) for key in keys]
-    assert len(set(seeds)) == len(keys) and seeds == [request_seed(*key) for key in keys]
+            for batch in (0, 1) for place in (0, 1) for call in (0, 1)]  # fmt: skip
+    seeds = [derive_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys) and seeds == [derive_seed(*key) for key in keys]
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +78,11 @@ class Sampling:
 
 def _seeds_of(seed: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return seed if isinstance(seed, tuple) else () if seed is None else (seed,)
+
+
+def derive_seed(*key: int) -> int:
+    """A seed that no other key of as many numbers (none negative) shares; 0 to 2**63 - 1."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
 
 def noise_keys(seed: int | tuple[int, ...], num_prompts: int) -> list[tuple[int, ...]]:

@@ -17,14 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast, get_args
 
-import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from moesaic.config.load import load_saved_recipe
 from moesaic.config.run_folder import is_complete
-from moesaic.engines.base import Completion, Engine, Sampling
+from moesaic.engines.base import Completion, Engine, Sampling, derive_seed
 from moesaic.engines.prompts import Prompt, encode, own_stops, read_prompts
 from moesaic.runtime import current_device, device_type, run_alone
 from moesaic.weights.files import find_weights
@@ -102,19 +101,16 @@ def rollout(options: RolloutOptions) -> int:
     return count
 
 
-def prompt_seed(seed: int, index: int) -> int:
-    """Of the prompt with this index: noise of its own for each, the same on each run, in batches of any size."""
-    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> 1)
-
-
 def _generate(
     engine: Engine, encoded: Sequence[list[int]], options: RolloutOptions
 ) -> Iterator[list[tuple[int, int, Completion]]]:
-    seed = options.sampling.seed_of(0)
+    seed = options.sampling.seed
+    assert not isinstance(seed, tuple), "one for all prompts"
     seed = secrets.randbits(63) if seed is None else seed
     for first in range(0, len(encoded), options.batch_size):
         batch = encoded[first : first + options.batch_size]
-        seeds = tuple(prompt_seed(seed, first + offset) for offset in range(len(batch)))
+        # Of each prompt's own index: the same in batches of any size.
+        seeds = tuple(derive_seed(seed, first + offset) for offset in range(len(batch)))
         groups = engine.generate(batch, replace(options.sampling, seed=seeds))
         yield [
             (first + offset, sample, completion)

@@ -21,9 +21,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from moesaic.engines.base import Completion, Engine, Offer, PauseMode, Receiving, Sampling, Sources, noise_keys
+from moesaic.engines.base import (
+    Completion,
+    Engine,
+    Offer,
+    PauseMode,
+    Receiving,
+    Sampling,
+    Sources,
+    derive_seed,
+    noise_keys,
+)
 from moesaic.engines.server import INCOMPLETE, Routes, ServerError, ServerProcess, require_ok
-from moesaic.engines.sglang_requests import Draft, RoutedLayers, decode_experts, derive_seed, sampling_values
+from moesaic.engines.sglang_requests import Draft, RoutedLayers, decode_experts, sampling_values
 from moesaic.engines.sglang_server import ServerFacts, SglangOptions, read_facts
 from moesaic.engines.sglang_weights import BodyCarrier, Carrier, FolderCarrier, GroupCarrier
 from moesaic.engines.states import Tag

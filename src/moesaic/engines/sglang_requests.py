@@ -103,11 +103,6 @@ def sampling_values(sampling: Sampling, num_done: int, seed: int | None) -> dict
     }
 
 
-def derive_seed(*key: int) -> int:
-    """A seed of its own for each key (``engines/base.py::noise_keys``, and the completion's index): 0 to 2**63 - 1."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-
-
 def decode_experts(text: str | None, routed: RoutedLayers, num_positions: int) -> Tensor:
     """Routed experts as the server writes them: base64 of int32 ``[num_positions, num_layers, top_k]``, all layers.
 

@@ -72,11 +72,6 @@ def share_of(num_requests: int, num_replicas: int, replica: int) -> range:
     return range(first, first + size + (replica < rest))
 
 
-def request_seed(*key: int) -> int:
-    """A seed that no other key of as many numbers (none negative) shares; 0 to 2**63 - 1."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-
-
 def add_completion(trajectory: Trajectory, completion: Completion, max_tokens: int) -> Trajectory:
     """With what the model wrote, up to ``max_tokens`` in all. Counts no turn: an aborted one goes on.
 

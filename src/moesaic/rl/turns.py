@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from moesaic.engines.base import Completion, Engine, RanksApart, Sampling
+from moesaic.engines.base import Completion, Engine, RanksApart, Sampling, derive_seed
 from moesaic.rl.environment import Environment, MakeEnvironment, Step, encode_observation
-from moesaic.rl.requests import add_completion, add_observation, is_finished, request_seed
+from moesaic.rl.requests import add_completion, add_observation, is_finished
 from moesaic.rl.rollout_engines import Seat
 from moesaic.rl.types import Trajectory
 from moesaic.runtime import PeerFailed, current_device
@@ -146,7 +146,7 @@ class Turns:
             self._engine.generate([self._filler], replace(self._sampling, max_tokens=1, n=1, seed=0))
             return
         # A line is in every call from the first on until it is done, so ``number`` counts its own.
-        seeds = tuple(request_seed(*self._key, line.place, number) for line in lines)
+        seeds = tuple(derive_seed(*self._key, line.place, number) for line in lines)
         most = max(self._options.max_tokens - len(line.trajectory.tokens) for line in lines)
         prompts = [line.trajectory.prompt.tokens + line.trajectory.tokens for line in lines]
         try:
