@@ -99,7 +99,7 @@ def test_a_run_leaves_metrics_samples_checkpoints_and_a_model(
         assert metrics["critic/score/mean"] == pytest.approx(sum(each["reward"] for each in samples) / 8)
         assert all(each["versions"] == [number - 1, number - 1] for each in samples), "on-policy: the newest weights"
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
-        assert metrics["num_turns/max"] == 1 and metrics["prompt_length/max"] > metrics["prompt_length/min"]
+        assert metrics["num_turns/max"] == 2 and metrics["prompt_length/max"] > metrics["prompt_length/min"]
         num_tokens = 8 * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
         assert metrics["perf/throughput"] == pytest.approx(num_tokens / metrics["timing_s/step"] / 4)
         assert metrics["actor/num_skipped"] == 0 and metrics["actor/grad_norm"] > 0

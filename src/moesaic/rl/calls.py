@@ -170,7 +170,7 @@ class LoopCalls:
 
 class _DaemonThreads(futures.ThreadPoolExecutor):
     """An executor whose threads nobody waits for at the end of the process; threads of the usual ones are waited for,
-    and one that hangs would never let it end."""
+    and one that hangs would never let it end. (asyncio takes none but a ``ThreadPoolExecutor`` as its default.)"""
 
     def __init__(self) -> None:
         super().__init__(max_workers=1)  # which it doesn't use

@@ -4,7 +4,8 @@
     ROLLOUT   prompts become trajectories, trajectories get rewards
     TRAIN     log-probabilities, values, advantages, updates: the actor's weights are those of version v + 1
 
-A step is one round of this; its samples were all made by the weights that it then trains.
+A step is one round of this; its samples were made by the weights that it then trains, but for what completions that an
+engine had broken off already had.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def batch_metrics(
     """Of rewards, lengths and tables.
 
     Args:
-        rewards: of each trajectory; ``critic/score`` is theirs as the functions and the model gave them.
+        rewards: of each trajectory; ``critic/score`` is of their totals (``Learner.judge``).
         mask_BT: tokens that are trained on.
         max_tokens: of a completion: ``response_length/clip_ratio`` is the share of those that reached it.
     """
@@ -54,7 +54,8 @@ def batch_metrics(
     metrics |= spread("response_length", lengths) | spread("prompt_length", prompts)
     metrics["response_length/clip_ratio"] = float((lengths >= max_tokens).float().mean())
     metrics["response/aborted_ratio"] = sum(each.finish_reason == "aborted" for each in trajectories) / len(lengths)
-    metrics |= spread("num_turns", torch.tensor([each.num_turns for each in trajectories]))
+    # verl counts the prompt, and each turn of the environment, too.
+    metrics |= spread("num_turns", torch.tensor([2 * each.num_turns for each in trajectories]))
     metrics["reward/num_failed"] = float(sum(each.num_failed for each in rewards))
     for name in sorted({name for each in rewards for name in each.components}):
         values = [each.components[name] for each in rewards if name in each.components]

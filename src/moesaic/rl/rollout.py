@@ -49,7 +49,7 @@ class Scored(Protocol):
 
     @property
     def total(self) -> float:
-        """The trajectory's whole reward, before any KL is taken from it."""
+        """Of functions and environment; before a reward model, the penalty for length, and KL."""
         ...
 
 
